@@ -1,0 +1,807 @@
+"""The tools as worked examples: what comes back when all is well, and what when it is not.
+
+No test needs the network: servers that play a part run on 127.0.0.1, inside the test.
+"""
+
+import gzip
+import json
+import math
+import re
+import resource
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import tools
+
+CASES = [json.loads(line) for line in
+         (Path(__file__).parent / "cases.jsonl").read_text(encoding="utf-8").split("\n") if line]
+SANDBOX_CASES = [case for case in CASES if case["kind"] == "python_tool"]
+NAMESPACES = not any("process namespace" in lack for lack in tools.run_python("0").missing)
+
+
+def finish(flow, *replies):
+    """Drive a flow to its end: Jobs run at once, Asks are answered from `replies` in order."""
+    replies, asks, answer = list(replies), [], None
+    try:
+        while True:
+            need = flow.send(answer)
+            if isinstance(need, tools.Ask):
+                asks.append(need)
+                answer = SimpleNamespace(text=replies.pop(0))
+            else:
+                answer = need.run()
+    except StopIteration as stop:
+        return stop.value, asks
+
+
+def result_of(tool, *replies, **arguments):
+    return finish(tools.execute(tool, arguments), *replies)[0]
+
+
+# --- texts and cards ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, 5, 40, 60, 99, 100, 101])
+def test_a_clipped_text_is_within_its_limit_and_counts_what_is_missing(limit):
+    """100 characters at limit 60: the note takes 38, so 22 stay, 11 at each end, 78 are gone."""
+    text = "".join(chr(ord("a") + i % 26) for i in range(100))
+    clipped = tools.clip_middle(text, limit)
+    assert len(clipped) <= limit or limit >= 100
+    note = re.search(r"\n\[\.\.\. (\d+) characters left out \.\.\.\]\n", clipped)
+    if note:
+        head, tail = clipped[:note.start()], clipped[note.end():]
+        assert text.startswith(head) and text.endswith(tail)
+        assert int(note[1]) == 100 - len(head) - len(tail)
+    assert bool(note) == (40 <= limit < 100)
+    assert (clipped == text) == (limit >= 100)
+
+
+def test_cards_are_short_and_name_every_input():
+    """Each word of a card is paid for in every prompt that holds it."""
+    for kind in tools.TOOLS:
+        card = kind.card.fget(kind)
+        assert card.count("\n") <= 7 and len(card.split()) <= 110
+        assert 10 <= len(kind.description.split()) <= 20 and "\n" not in kind.description
+        assert all(f"{name}: {kind.parameters[name]}" in card for name in kind.parameters)
+        assert all(demo.startswith("execution = tool.execute(") for demo in kind.demos)
+
+
+def test_the_toolset_has_a_fixed_order_and_refuses_what_it_does_not_know(monkeypatch, tmp_path):
+    library = tmp_path / "library.jsonl"
+    library.write_text('{"id": "1", "title": "Iron", "text": "Iron is a metal."}\n')
+    monkeypatch.delenv("SERPER_API_KEY", raising=False)
+    names = [kind.name for kind in tools.TOOLS]
+    assert [tool.name for tool in tools.make_tools(library=library)] == names
+    two = tools.make_tools(["Library_Search_Tool", "Base_Generator_Tool"], library=library)
+    assert [tool.name for tool in two] == ["Base_Generator_Tool", "Library_Search_Tool"]
+    with pytest.raises(ValueError, match="'Calculator'.*Base_Generator_Tool, Python_Coder_Tool"):
+        tools.make_tools(["Calculator"])
+    with pytest.raises(ValueError, match="at least one"):
+        tools.make_tools([])
+    with pytest.raises(ValueError, match="SERPER_API_KEY"):
+        tools.make_tools(["Google_Search_Tool"], offline=False)
+    monkeypatch.setenv("SERPER_API_KEY", "k")
+    assert tools.make_tools(["Google_Search_Tool"], offline=False)[0].http.offline is False
+    with pytest.raises(ValueError, match="nowhere.jsonl cannot be read"):
+        tools.make_tools(library=tmp_path / "nowhere.jsonl")
+
+
+# --- running a tool ----------------------------------------------------------------------------
+
+
+class Probe(tools.Tool):
+    """A tool that does what a test wants and notes that it ran."""
+
+    name = "Probe"
+    parameters = {"query": "str", "count": "int = 3", "scale": "float = 1.0",
+                  "deep": "bool = False"}
+    job_seconds = 0.3
+
+    def __init__(self, act=lambda: tools.ToolResult("done")):
+        self.act, self.ran = act, 0
+
+    def run(self, **arguments):
+        self.ran += 1
+        return (yield tools.Job(self.act))
+
+
+@pytest.mark.parametrize("arguments, said", [
+    ({}, "'query' is missing"),
+    ({"query": "q", "depth": 1}, "Unknown argument 'depth'"),
+    ({"query": 5}, "must be str, not int"),
+    ({"query": "  "}, "is empty"),
+    ({"query": "q", "count": "3"}, "must be int, not str"),
+    ({"query": "q", "count": True}, "must be int, not bool"),
+    ({"query": "q", "deep": 1}, "must be bool, not int"),
+])
+def test_wrong_arguments_are_named_before_anything_runs(arguments, said):
+    probe = Probe()
+    result = result_of(probe, **arguments)
+    assert result.error == "bad_arguments" and said in result.output and probe.ran == 0
+
+
+def test_right_arguments_run_and_an_int_passes_for_a_float():
+    probe = Probe()
+    assert result_of(probe, query="q", scale=2).output == "done" and probe.ran == 1
+
+
+def raising(error):
+    def act():
+        raise error
+    return act
+
+
+@pytest.mark.parametrize("act, error, said", [
+    (raising(KeyError("boom")), "runtime", "KeyError: 'boom'"),
+    (raising(SystemExit(3)), "runtime", "SystemExit"),
+    (raising(TimeoutError("slow")), "timeout", "slow"),
+    (raising(tools.ToolError("rate_limited", "Slow down.")), "rate_limited", "Slow down."),
+    (lambda: time.sleep(5), "timeout", "no result within 0.3 seconds"),
+    (lambda: tools.ToolResult("x" * 5_000_000), "none", "characters left out"),
+    (lambda: "text", "runtime", "not a ToolResult"),
+])
+def test_a_tool_that_raises_hangs_or_floods_gives_a_typed_bounded_result(act, error, said):
+    started = time.perf_counter()
+    result = result_of(Probe(act), query="q")
+    assert result.error == error and said in result.output
+    assert len(result.output) <= tools.RESULT_CHARS
+    assert 0 < result.seconds <= time.perf_counter() - started < 3
+
+
+def test_a_tool_sees_what_its_job_raised_and_may_go_on():
+    class Careful(Probe):
+        def run(self, **arguments):
+            try:
+                yield tools.Job(raising(ValueError("first")))
+            except ValueError as error:
+                reply = yield tools.Ask("tool", "s", str(error))
+            return tools.ToolResult(reply.text)
+
+    result, asks = finish(tools.execute(Careful(), {"query": "q"}), "second")
+    assert asks[0].user == "first" and result.output == "second"
+
+
+def test_a_tool_that_needs_nothing_may_be_a_plain_function():
+    class Echo(tools.Tool):
+        name, parameters = "Echo", {"query": "str"}
+
+        def run(self, query):
+            return tools.ToolResult(query)
+
+    assert result_of(Echo(), query="hello").output == "hello"
+
+
+def test_the_base_tool_asks_the_model_once():
+    result, asks = finish(tools.execute(tools.Base_Generator_Tool(), {"query": "Why?"}), " So. ")
+    assert result.output == "So."
+    assert asks == [tools.Ask("tool", tools.BASE_SYSTEM, "Request: Why?")]
+
+
+# --- the library -------------------------------------------------------------------------------
+
+
+def test_bm25_agrees_with_the_formula_written_out_for_every_text():
+    """The oracle loops over texts and terms and looks nothing up."""
+    texts = ["Iron is a metal, the iron age.", "Gold is a metal", "of the and",
+             "a tin of tin is TIN", "Hydrogen: H, number 1", ""]
+    tokens = [[w for w in re.findall(r"[a-z0-9]+", text.lower()) if w not in tools.STOP_WORDS]
+              for text in texts]
+    mean = sum(map(len, tokens)) / len(tokens)
+    for query in ["iron metal", "tin tin", "number 1?", "the", "unknown gold"]:
+        expected = []
+        for document in tokens:
+            score = 0.0
+            for term in set(re.findall(r"[a-z0-9]+", query.lower())) - tools.STOP_WORDS:
+                n = sum(term in other for other in tokens)
+                f = Counter(document)[term]
+                idf = math.log((len(tokens) - n + 0.5) / (n + 0.5) + 1)
+                score += idf * f * 2.5 / (f + 1.5 * (0.25 + 0.75 * len(document) / mean))
+            expected.append(score)
+        assert tools.BM25(texts).scores(query) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_library_search_returns_the_near_best_and_says_when_there_is_none(tmp_path):
+    library = tmp_path / "library.jsonl"
+    library.write_text("\ufeff" + "\n".join(json.dumps(line) for line in [
+        {"id": "1", "title": "Iron", "text": "The symbol of Iron is Fe."},
+        {"id": "2", "title": "Iron", "text": "It rusts,\nin\u2028wet air."},
+        {"id": "3", "contents": '"Gold"\nThe symbol of Gold is Au.'},
+        {"id": "4", "title": "", "text": "Neon signs glow."},
+    ]) + "\n\n", encoding="utf-8")
+    tool = tools.Library_Search_Tool(library)
+    assert tool.passages == ["The symbol of Iron is Fe.", "Iron: It rusts, in wet air.",
+                             "The symbol of Gold is Au.", "Neon signs glow."]
+    assert result_of(tool, query="symbol of iron").output == "[1] The symbol of Iron is Fe."
+    both = result_of(tool, query="Which symbol?").output.split("\n")
+    assert both == ["[1] The symbol of Iron is Fe.", "[2] The symbol of Gold is Au."]
+    for query in ["Xenon", "what is the"]:  # the second holds stop words only
+        assert result_of(tool, query=query).error == "not_found"
+
+
+def test_long_passages_do_not_push_one_another_out(tmp_path):
+    library = tmp_path / "library.jsonl"
+    library.write_text("\n".join(json.dumps({"title": f"T{i}", "text": "iron " * 2000 + f"end{i}"})
+                                 for i in range(5)))
+    lines = result_of(tools.Library_Search_Tool(library), query="iron").output
+    assert all(f"[{rank}] T" in lines and f"end{rank - 1}" in lines for rank in (1, 2, 3))
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"id": 3}', '{"title": "T", "text": 5}'])
+def test_a_malformed_library_names_the_line(tmp_path, line):
+    library = tmp_path / "library.jsonl"
+    library.write_text('{"title": "T", "text": "good"}\n' + line)
+    with pytest.raises(ValueError, match="line 2"):
+        tools.Library_Search_Tool(library)
+
+
+# --- the sandbox -------------------------------------------------------------------------------
+
+
+def left_over(badge):
+    """Live processes that carry a badge in their environment (a zombie's reads as empty)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if badge.encode() in (entry / "environ").read_bytes():
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def sandbox(monkeypatch, tmp_path):
+    """A badge that each child carries, a folder for the runs' folders, a path for canaries.
+
+    Afterwards nothing may be left: no process with the badge, no folder.
+    """
+    badge = f"/nowhere/{uuid.uuid4().hex}"
+    monkeypatch.setenv("LD_LIBRARY_PATH", badge)  # one of the few variables that are passed on
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folders))
+    yield SimpleNamespace(badge=badge, folders=folders, canary=tmp_path / "canary")
+    for _ in range(50):
+        if not left_over(badge):
+            break
+        time.sleep(0.02)
+    assert not left_over(badge) and not list(folders.iterdir())
+
+
+SLOW_CASES = {"y009", "y012", "y013", "y014", "y027", "y029", "y040", "y041", "y053"}
+# Not covered, and said so in the docstring of run_python: files that the user may write.
+UNCOVERED = {"y037"}
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id=case["id"], marks=[pytest.mark.slow] * (case["id"] in SLOW_CASES))
+    for case in SANDBOX_CASES if case["id"] not in UNCOVERED])
+def test_the_sandbox_treats_each_known_trouble_as_expected(case, sandbox, monkeypatch):
+    checks = dict(case["checks"])
+    for name, value in case.get("env", {}).items():
+        monkeypatch.setenv(name, value)
+    code = case["input"].replace("CANARY", str(sandbox.canary))
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    with ThreadPoolExecutor(case.get("repeat_parallel", 1)) as pool:
+        runs = list(pool.map(lambda _: tools.run_python(code, timeout=case.get("limit_s", 5)),
+                             range(case.get("repeat_parallel", 1))))
+    seconds = time.perf_counter() - started
+    for run in runs:
+        judge(run, checks, seconds, sandbox)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # kB
+    assert grown < 50_000, f"the caller's memory grew by {grown} kB"
+
+
+def judge(run, checks, seconds, sandbox):
+    """Every check of a case; one that nobody knows is a mistake of the test."""
+    for name, wanted in checks.items():
+        if name == "canary_absent_after_s":
+            time.sleep(wanted)
+        assert {
+            "status": lambda w: run.status == w,
+            "stdout": lambda w: run.stdout.strip() == w,
+            "stdout_contains": lambda w: w in run.stdout,
+            "text_contains": lambda w: w in run.text,
+            "text_contains_any": lambda w: any(one in run.text for one in w),
+            "text_absent": lambda w: not any(one in run.text + run.stderr for one in w),
+            "max_seconds": lambda w: seconds <= w,
+            "max_output_chars": lambda w: len(run.stdout) + len(run.text) <= w,
+            "truncation_note": lambda w: "bytes left out" in run.text,
+            "canary_absent_after_s": lambda w: not sandbox.canary.exists(),
+            "no_children_left": lambda w: not left_over(sandbox.badge),
+            "caller_alive": lambda w: tools.run_python("print(7)").stdout == "7\n",
+        }[name](wanted), f"{name}: {wanted!r} is not so of {run}"
+
+
+@pytest.mark.parametrize("code, text", [
+    ("x = 6\nx * 7", "42"),
+    ("print('out')\n7", "out"),
+    ("None", "The program printed nothing."),
+    ("x = [1,\n 2,\n 3]\nx", "[1, 2, 3]"),
+    ("import sys\nprint(sys.argv, __name__, sys.modules['__main__'].__dict__ is globals())",
+     "['program.py'] __main__ True"),
+    ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nimport pickle\n"
+     "print(pickle.loads(pickle.dumps(A(3))))", "A(x=3)"),
+    ("import os\nprint(os.listdir('.'), os.path.isdir(os.environ['HOME']))", "[] True"),
+    ("import threading\nthreading.Timer(0.2, print, ['late']).start()", "late"),
+    ("print({'a', 'b', 'c'} == set('abc'), end='')", "True"),
+    ("import sys\nsys.stdout.close()\n5", "5"),
+])
+def test_a_program_runs_as_a_file_would_and_its_last_value_counts(code, text, sandbox):
+    assert tools.run_python(code).text == text
+
+
+@pytest.mark.parametrize("code, message", [
+    ("x = 1\nprint(2)\nx / 0", "ZeroDivisionError: division by zero (line 3: x / 0)"),
+    ("def f():\n    return g()\ndef g():\n    raise KeyError('k')\nf()",
+     "KeyError: 'k' (line 4: raise KeyError('k'))"),
+    ("import json\njson.loads('{')", "(line 2: json.loads('{'))"),
+    ("x ==== 2", "SyntaxError: invalid syntax (line 1: x ==== 2)"),
+    ("class E(Exception):\n    def __str__(self):\n        1 / 0\nraise E", "E: (its text raised"),
+    ("raise ValueError('v' * 10**6)", "ValueError: vvv"),
+    ("import sys\nprint('a')\nsys.exit(3)", "exit code 3"),
+    ("raise SystemExit('bye')", "bye"),
+    ("import os\nos._exit(4)", "exit code 4"),
+    ("import ctypes\nctypes.string_at(0)", "signal 11"),
+    ("", "empty"),
+    ("#" * 200_000, "characters of code"),
+])
+def test_an_error_is_told_in_one_line_with_the_line_of_the_program(code, message, sandbox):
+    run = tools.run_python(code)
+    assert run.status == "error" and run.error == "runtime"
+    assert message in run.message and "\n" not in run.message and len(run.message) < 2_200
+    assert run.text.startswith(run.message)
+
+
+def test_what_was_printed_before_a_timeout_is_kept_and_the_kind_is_timeout(sandbox):
+    run = tools.run_python("print('before')\nwhile True: pass", timeout=0.5)
+    assert run.error == "timeout" and run.text == ("Timed out after 0.5 seconds.\n"
+                                                   "It had printed:\nbefore")
+    assert 0.5 <= run.seconds < 1.5
+
+
+def test_equal_programs_print_sets_of_strings_in_equal_order(sandbox):
+    """Python shuffles string hashes from process to process; a run that resumes must not differ."""
+    runs = {tools.run_python("print({'a', 'b', 'c', 'd', 'e', 'f'})").stdout for _ in range(4)}
+    assert len(runs) == 1
+
+
+FLEE = """
+import os, subprocess, sys, time
+code = "import time; time.sleep(1.5); open({canary!r}, 'w').write('x')"
+{how}
+print('started', flush=True)
+{then}
+"""
+POPEN = "subprocess.Popen([sys.executable, '-c', code], {options})"
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+@pytest.mark.parametrize("options", ["", "start_new_session=True", "stdout=-3, stderr=-3",
+                                     "start_new_session=True, stdout=-3, stderr=-3"])
+@pytest.mark.parametrize("then", ["time.sleep(60)", ""])
+def test_grandchildren_are_killed_at_the_limit_and_at_the_end(namespaces, options, then, sandbox):
+    """Whether they stay in the process group or not, hold our pipes or not."""
+    how = POPEN.format(options=options)
+    code = FLEE.format(canary=str(sandbox.canary), how=how, then=then)
+    started = time.perf_counter()
+    run = tools.run_python(code, timeout=0.6, namespaces=namespaces)
+    assert run.stdout == "started\n" and run.status == ("timeout" if then else "ok"), run
+    assert time.perf_counter() - started < 3 and not left_over(sandbox.badge)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_grandchild_that_was_killed_writes_nothing_later(namespaces, sandbox):
+    how = POPEN.format(options="start_new_session=True")
+    tools.run_python(FLEE.format(canary=str(sandbox.canary), how=how, then=""),
+                     namespaces=namespaces)
+    time.sleep(2.5)
+    assert not sandbox.canary.exists()
+
+
+def test_keys_of_the_parent_are_not_visible_to_the_program(sandbox, monkeypatch):
+    monkeypatch.setenv("SERPER_API_KEY", "canary-789")
+    assert "canary" not in tools.run_python("import os; print(dict(os.environ))").stdout
+    if NAMESPACES:  # without them, /proc is open to the same user, as the docstring says
+        code = ("from pathlib import Path\nfor p in Path('/proc').glob('[0-9]*'):\n"
+                "    try: print((p / 'environ').read_bytes())\n    except OSError: pass")
+        seen = tools.run_python(code, max_output=10_000_000).stdout
+        assert "canary" not in seen and "MPLBACKEND" in seen  # it sees itself, at least
+
+
+@pytest.mark.skipif(not NAMESPACES, reason="this kernel grants no namespaces; `missing` says so")
+def test_a_program_in_its_namespaces_has_no_network_and_cannot_signal_the_parent(sandbox):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    port = server.server_address[1]
+    code = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)"
+    assert "OSError" in tools.run_python(code).message
+    server.server_close()
+    run = tools.run_python(f"import os\nos.kill({__import__('os').getpid()}, 9)")
+    assert "ProcessLookupError" in run.message
+
+
+def test_missing_protections_are_listed_and_one_that_fails_does_not_skip_the_others(sandbox):
+    """Without namespaces all three are named, and the memory limit holds all the same."""
+    run = tools.run_python("bytearray(10**9)", namespaces=False)
+    assert {"user namespace", "network namespace", "process namespace"} <= set(run.missing)
+    assert "MemoryError" in run.message
+    broken = tools.RUNNER.replace('"RLIMIT_" + name', '"RLIMIT_" + name.replace("CPU", "NONE")')
+    original, tools.RUNNER = tools.RUNNER, broken
+    try:
+        run = tools.run_python("bytearray(10**9)")
+    finally:
+        tools.RUNNER = original
+    assert "CPU limit" in run.missing and "MemoryError" in run.message
+
+
+@pytest.mark.parametrize("code, said", [
+    ("open('big', 'wb').write(bytes(100 << 20))", "OSError"),
+    ("x = [open('/dev/null') for _ in range(1000)]", "Too many open files"),
+    ("import os\nos.makedirs('a/b/c')\nos.symlink('/etc', 'a/link')\nos.chmod('a/b', 0)\n"
+     "os.chmod('a', 0)\nprint('locked')", "locked"),
+])
+def test_files_are_limited_and_the_folder_is_removed_whatever_is_in_it(code, said, sandbox):
+    assert said in tools.run_python(code).text
+    assert Path("/etc/passwd").exists()
+
+
+def test_sixty_four_programs_at_once_all_answer_and_waiting_is_not_running(sandbox):
+    with ThreadPoolExecutor(64) as pool:
+        runs = list(pool.map(lambda i: tools.run_python(f"print({i} ** 2)"), range(64)))
+    assert [run.stdout for run in runs] == [f"{i * i}\n" for i in range(64)]
+    slots = tools.RUNS_AT_ONCE
+    with ThreadPoolExecutor(3 * slots) as pool:  # three rounds of 0.4 s, none of them late
+        nap = "import time; time.sleep(0.4); print(1)"
+        runs = list(pool.map(lambda _: tools.run_python(nap, timeout=1.5), range(3 * slots)))
+    assert all(run.status == "ok" and run.seconds < 1.5 for run in runs)
+
+
+# --- the coder ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reply, code", [
+    ("```python\nprint(1)\n```", "print(1)\n"),
+    ("Sure:\n```py\nprint(1)\n```\nDone.\n```python\nprint(2)\n```", "print(1)\n"),
+    ("```bash\nls\n```\n```python\nprint(1)\n```", "print(1)\n"),
+    ("```python\nprint(1)", "print(1)"),
+    ('```python\nx = "a ```b``` c"\nprint(x)\n```', 'x = "a ```b``` c"\nprint(x)\n'),
+    ("print(1)", "print(1)"),
+    ("```python print(1)```", "print(1)"),
+    ("<think>```python\nno\n```</think>\n```\nprint(1)\n```", "print(1)\n"),
+])
+def test_the_program_is_found_in_a_reply(reply, code):
+    assert tools.extract_code(reply) == code
+
+
+@pytest.mark.parametrize("reply, output, error", [
+    ("```python\nprint(6 * 7)\n```", "42", "none"),
+    ("6 * 7", "42", "none"),
+    ("```python\nprint('a')\n1 / 0\n```",
+     "ZeroDivisionError: division by zero (line 2: 1 / 0)\nIt had printed:\na", "runtime"),
+    ("I cannot do that.", "SyntaxError: invalid syntax (line 1: I cannot do that.)", "runtime"),
+    ("", "The program is empty.", "runtime"),
+])
+def test_the_coder_runs_what_the_model_wrote_once(reply, output, error, sandbox):
+    result, asks = finish(tools.execute(tools.Python_Coder_Tool(), {"query": "6 by 7"}), reply)
+    assert (result.output, result.error) == (output, error)
+    assert asks == [tools.Ask("tool", tools.CODER_SYSTEM, "Request: 6 by 7")]
+
+
+def test_a_program_that_hangs_gives_the_coder_a_timeout(sandbox):
+    tool = tools.Python_Coder_Tool()
+    tool.timeout = 0.3
+    assert result_of(tool, "while True: pass", query="q").error == "timeout"
+
+
+# --- the network tools -------------------------------------------------------------------------
+
+
+NETWORK = [(tools.Google_Search_Tool, {"query": "q"}),
+           (tools.Wikipedia_Search_Tool, {"query": "q"}),
+           (tools.Web_Search_Tool, {"query": "q", "url": "http://example.org"})]
+
+
+@pytest.mark.parametrize("kind, arguments", NETWORK)
+def test_offline_network_tools_answer_at_once_without_trying(kind, arguments, monkeypatch):
+    def explode(*args, **kwargs):
+        raise AssertionError("an offline tool touched the network")
+
+    for name in ("getaddrinfo", "create_connection", "socket"):
+        monkeypatch.setattr(f"socket.{name}", explode)
+    monkeypatch.setattr("requests.Session.request", explode)
+    tool, = tools.make_tools([kind.name], offline=True)
+    with pytest.raises(StopIteration) as stop:  # it asks for nothing: neither a Job nor an Ask
+        next(tools.execute(tool, arguments))
+    result = stop.value.value
+    assert result.error == "network"
+    assert result.output == "The network is switched off in this run (--offline)."
+
+
+@pytest.fixture
+def server():
+    """A web server on this machine; `answers` maps a path to a function of the handler."""
+    state = SimpleNamespace(answers={}, requests=[])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            length = int(self.headers.get("Content-Length", 0))
+            body = self.rfile.read(length)
+            state.requests.append(SimpleNamespace(
+                path=self.path, headers=dict(self.headers), body=body, method=self.command))
+            status, headers, body = state.answers[self.path.partition("?")[0]](state)
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            try:
+                self.wfile.write(body)
+            except (BrokenPipeError, ConnectionResetError):
+                self.close_connection = True  # the client has read as much as it wants
+
+        do_POST = do_GET
+
+        def log_message(self, *args):
+            """Not into the test's output."""
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=httpd.serve_forever, args=(0.01,), daemon=True).start()
+    state.base = f"http://127.0.0.1:{httpd.server_address[1]}"
+    yield state
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def always(body, status=200, **headers):
+    body = body if isinstance(body, bytes) else body.encode()
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    return lambda state: (status, headers, body)
+
+
+OPEN = tools.Http(offline=False, allow_private_hosts=True, contact="test@example.org")
+
+
+@pytest.mark.parametrize("address, public", [
+    ("8.8.8.8", True), ("2606:4700::1111", True), ("::ffff:8.8.8.8", True),
+    ("127.0.0.1", False), ("10.0.0.1", False), ("172.16.0.1", False), ("192.168.1.1", False),
+    ("169.254.169.254", False), ("100.64.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False),
+    ("255.255.255.255", False), ("::1", False), ("fe80::1%eth0", False), ("fc00::1", False),
+    ("::ffff:127.0.0.1", False), ("2002:7f00:1::", False), ("64:ff9b::7f00:1", False),
+    ("ff02::1", False), ("::", False),
+])
+def test_only_addresses_of_the_public_internet_are_public(address, public):
+    assert tools.is_public(address) is public
+
+
+@pytest.mark.parametrize("url", [
+    "http://127.0.0.1/", "http://localhost/", "http://2130706433/", "http://0x7f000001/",
+    "http://0177.0.0.1/", "http://[::1]/", "http://[::ffff:127.0.0.1]/", "http://169.254.169.254/",
+    "file:///etc/hostname", "ftp://8.8.8.8/x", "data:text/html,hi", "example.org", "http:///x",
+])
+def test_addresses_that_lead_inwards_and_other_protocols_are_refused(url):
+    tool = tools.Web_Search_Tool(tools.Http(offline=False))
+    assert result_of(tool, query="q", url=url).error == "refused"
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://host:99999/"])
+def test_an_address_that_is_none_is_a_bad_argument(url):
+    tool = tools.Web_Search_Tool(tools.Http(offline=False))
+    assert result_of(tool, query="q", url=url).error == "bad_arguments"
+
+
+def test_each_redirect_is_checked_and_the_checked_address_is_the_one_used(server, monkeypatch):
+    """The name resolves to our server on the first look and to another address on the second."""
+    real, looks = tools.socket.getaddrinfo, []
+
+    def resolve(host, port, *family, **options):
+        looks.append(host)
+        if host == "site.example":
+            host = "127.0.0.1" if len(looks) == 1 else "10.0.0.1"
+        return real(host, port, *family, **options)
+
+    monkeypatch.setattr(tools.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(tools, "is_public", lambda address: address == "127.0.0.1")
+    port = server.base.rpartition(":")[2]
+    server.answers["/page"] = always("hello", Content_Type="text/plain")
+    http = tools.Http(offline=False)
+    assert http.fetch(f"http://site.example:{port}/page").text() == "hello"
+    assert looks[0] == "site.example" and "site.example" not in looks[1:]  # asked only once
+    assert server.requests[0].headers["Host"] == f"site.example:{port}"
+    for target in ("http://10.0.0.1/", "//10.0.0.1/x", "file:///etc/passwd"):
+        server.answers["/away"] = always("", 302, Location=target)
+        with pytest.raises(tools.ToolError) as caught:
+            http.fetch(server.base + "/away")
+        assert caught.value.kind == "refused"
+
+
+def test_redirects_are_followed_a_bounded_number_of_times(server):
+    server.answers["/a"] = always("", 302, Location="/b")
+    server.answers["/b"] = always("here", Content_Type="text/plain")
+    page = OPEN.fetch(server.base + "/a")
+    assert page.text() == "here" and page.url == server.base + "/b"
+    server.answers["/loop"] = always("", 302, Location="/loop")
+    with pytest.raises(tools.ToolError, match="redirects"):
+        OPEN.fetch(server.base + "/loop")
+
+
+def test_requests_say_who_they_are_and_wait_as_they_are_told(server):
+    """Two times 429 with Retry-After 0, then the page: three requests."""
+    def busy(state):
+        tries = len(state.requests)
+        return (200, {}, b"ok") if tries == 3 else (429, {"Retry-After": "0"}, b"slow down")
+
+    server.answers["/busy"] = busy
+    assert OPEN.fetch(server.base + "/busy").text() == "ok"
+    assert len(server.requests) == 3
+    assert "contact: test@example.org" in server.requests[0].headers["User-Agent"]
+    assert "AgentFlow" in server.requests[0].headers["User-Agent"]
+
+
+@pytest.mark.parametrize("status, headers, kind, tries", [
+    (429, {"Retry-After": "0"}, "rate_limited", 3),
+    (429, {"Retry-After": "3600"}, "rate_limited", 1),  # longer than a flow can wait
+    (503, {"Retry-After": "0"}, "network", 3),
+    (403, {}, "refused", 1),
+    (404, {}, "not_found", 1),
+])
+def test_a_bad_status_has_its_kind_and_its_number_of_tries(server, status, headers, kind, tries):
+    server.answers["/"] = lambda state: (status, headers, b"Please set a user-agent")
+    with pytest.raises(tools.ToolError, match=str(status)) as caught:
+        OPEN.fetch(server.base + "/")
+    assert caught.value.kind == kind and len(server.requests) == tries
+    assert "Please set a user-agent" in str(caught.value)
+
+
+def test_a_silent_server_is_a_timeout_and_no_server_a_network_error(server, monkeypatch):
+    monkeypatch.setattr(tools, "READ_SECONDS", 0.1)
+    monkeypatch.setattr(tools, "TRIES", 1)
+    server.answers["/"] = lambda state: time.sleep(0.5) or (200, {}, b"")
+    tool = tools.Web_Search_Tool(OPEN)
+    result = result_of(tool, query="q", url=server.base + "/")
+    assert result.error == "timeout" and "127.0.0.1" in result.output
+    result = result_of(tool, query="q", url="http://127.0.0.1:9/")
+    assert result.error == "network" and "127.0.0.1" in result.output
+
+
+def test_a_body_is_read_only_up_to_its_cap_also_when_it_is_packed(server, monkeypatch):
+    """A gzip stream of 60 kB that unpacks to 60 MB costs the cap, and a chunk."""
+    monkeypatch.setattr(tools, "MAX_BYTES", 100_000)
+    server.answers["/plain"] = always(b"x" * 3_000_000)
+    server.answers["/bomb"] = always(gzip.compress(b"x" * 60_000_000), Content_Encoding="gzip")
+    for path in ("/plain", "/bomb"):
+        assert OPEN.fetch(server.base + path).body == b"x" * 100_000
+
+
+@pytest.mark.parametrize("kind, body, text", [
+    ("text/html", "<meta charset=utf-8>Café 中文".encode(), "Café 中文"),
+    ("text/html", "Café".encode(), "Café"),
+    ("text/html; charset=latin-1", "Café".encode("latin-1"), "Café"),
+    ("text/html; charset=klingon", "Café".encode(), "Café"),
+    ("text/html", b"<script>var a=1</script><style>p{}</style><p>Hi <b>y</b>ou</p>there",
+     "Hi you\nthere"),
+    ("text/html", b"<title>T</title><p>a &lt; b &amp; c<p>d<br>e", "T\na < b & c\nd\ne"),
+    ("text/plain", b"hello <b>\r\nworld", "hello <b>\nworld"),
+    ("text/markdown; charset=utf-8", b"# Title", "# Title"),
+    ("", b"<html><p>x</p></html>", "x"),
+])
+def test_pages_are_decoded_rightly_and_read_without_scripts(kind, body, text):
+    page = tools.Page("http://x", 200, {"Content-Type": kind}, body)
+    assert tools.readable(page) == text
+
+
+@pytest.mark.parametrize("kind, body", [("application/pdf", b"%PDF-1.4"), ("", b"%PDF-1.4"),
+                                        ("image/png", b"\x89PNG"), ("text/plain", b"a\x00b")])
+def test_binary_files_are_refused(kind, body):
+    with pytest.raises(tools.ToolError) as caught:
+        tools.readable(tools.Page("http://x", 200, {"Content-Type": kind}, body))
+    assert caught.value.kind == "refused"
+
+
+def test_chunks_have_200_words_and_share_20():
+    """380 words: 0-199 and 180-379; one word more begins a third at 360."""
+    text = " ".join(map(str, range(380)))
+    first, second = (piece.split() for piece in tools.chunks(text))
+    assert (first[0], first[-1], second[0], second[-1]) == ("0", "199", "180", "379")
+    assert tools.chunks(text + " x")[2].split()[0] == "360"
+    assert tools.chunks("") == [""] and tools.chunks("a b") == ["a b"]
+
+
+def test_the_web_tool_answers_from_the_best_chunks_of_a_page(server):
+    filler = "<p>" + "nothing of interest " * 2000 + "</p>"
+    server.answers["/"] = always(f"<html>{filler}<p>The zebra opens at nine.</p>{filler}</html>",
+                                 Content_Type="text/html")
+    flow = tools.execute(tools.Web_Search_Tool(OPEN), {"query": "zebra", "url": server.base + "/"})
+    result, asks = finish(flow, "At nine.")
+    assert result.output == f"At nine. ({server.base}/)"
+    assert asks[0].user.startswith("Request: zebra\nText:\n") and "opens at nine" in asks[0].user
+    assert len(asks[0].user.split()) < 450  # one chunk matches, of sixty
+
+
+def test_google_results_carry_links_unless_they_are_not_wanted(server, monkeypatch):
+    monkeypatch.setenv("SERPER_API_KEY", "canary-key")
+    tool = tools.Google_Search_Tool(OPEN)
+    tool.url = server.base + "/search"
+    hits = [{"title": "Oslo", "link": "https://o.example", "snippet": "A city", "position": 1},
+            {"title": "Bare", "link": "https://b.example"}]
+    server.answers["/search"] = always(json.dumps({"organic": hits}))
+    assert result_of(tool, query="oslo").output == (
+        "[1] Oslo: A city (https://o.example)\n[2] Bare:  (https://b.example)")
+    sent = server.requests[0]
+    assert sent.method == "POST" and json.loads(sent.body)["q"] == "oslo"
+    assert sent.headers["X-API-KEY"] == "canary-key" and "canary" not in sent.path
+    assert "https" not in result_of(tool, query="oslo", add_citations=False).output
+    for body, status, error in [
+            ({}, 200, "not_found"), ({"organic": []}, 200, "not_found"),
+            ({"message": "Unauthorized.", "statusCode": 403}, 403, "missing_key"),
+            ({"message": "Not enough credits", "statusCode": 400}, 400, "refused")]:
+        server.answers["/search"] = always(json.dumps(body), status)
+        result = result_of(tool, query="oslo")
+        assert result.error == error and "canary" not in result.output
+    server.answers["/search"] = always("<html>Are you a robot?</html>", Content_Type="text/html")
+    assert "Are you a robot?" in result_of(tool, query="oslo").output
+
+
+def fake_wikipedia(state):
+    """A few titles of MediaWiki, in the shapes of formatversion 2."""
+    from urllib.parse import parse_qs, urlsplit
+    asked = {name: values[0] for name, values in
+             parse_qs(urlsplit(state.requests[-1].path).query).items()}
+    title = asked.get("titles")
+    if asked.get("list") == "search":
+        found = ["Mercury", "Portal (video game)", "Kale"] if asked["srsearch"] != "zz" else []
+        query = {"search": [{"ns": 0, "title": name, "pageid": 1, "snippet": ""} for name in found]}
+    elif asked["prop"] == "links":
+        query = {"pages": [{"title": title, "links": [{"title": "Mercury (planet)"},
+                                                      {"title": "Mercury (element)"}]}]}
+    else:
+        page = {"title": title, "pageid": 1, "fullurl": "https://w.example/" + title[:4],
+                "extract": f"{title} is a thing. " + "Filler text. " * 400 + "It was made in 2007."}
+        if title == "Mercury":
+            page |= {"pageprops": {"disambiguation": ""}, "extract": ""}
+        query = {"pages": [page]}
+    return 200, {"Content-Type": "application/json"}, json.dumps({"query": query}).encode()
+
+
+def test_wikipedia_reads_the_pages_that_the_model_picks_with_titles_verbatim(server):
+    tool = tools.Wikipedia_Search_Tool(OPEN)
+    tool.url = server.base + "/api"
+    server.answers["/api"] = fake_wikipedia
+    flow = tools.execute(tool, {"query": "When was Portal made?"})
+    result, asks = finish(flow, "2, 99, 1 and 2")  # 99 is no page, 2 is said twice
+    assert asks[0].user.endswith("Pages:\n1. Mercury\n2. Portal (video game)\n3. Kale")
+    lines = result.output
+    assert lines.startswith("[1] Portal (video game) (https://w.example/Port): Portal (video game)")
+    assert "made in 2007" in lines and len(lines) <= tools.RESULT_CHARS
+    assert "[2] Mercury (https://w.example/Merc) may mean: Mercury (planet), Mercury (el" in lines
+    assert lines.endswith("Other pages: Kale")
+    assert "[1] Mercury" in result_of(tool, "none of them", query="q").output  # the first hit
+    assert result_of(tool, query="zz").error == "not_found"
+
+
+@pytest.mark.parametrize("body, error", [
+    ('{"error": {"code": "maxlag", "info": "Waiting"}}', "rate_limited"),
+    ('{"error": {"code": "badvalue", "info": "No such thing"}}', "network"),
+    ("not json", "network"),
+])
+def test_wikipedia_reports_errors_that_come_with_status_200(server, body, error):
+    tool = tools.Wikipedia_Search_Tool(OPEN)
+    tool.url = server.base + "/api"
+    server.answers["/api"] = always(body)
+    assert result_of(tool, query="q").error == error
+
+
+def test_the_file_runs_as_a_demo():
+    run = __import__("subprocess").run([sys.executable, tools.__file__], capture_output=True,
+                                       text=True, timeout=60, cwd=Path(tools.__file__).parent)
+    assert run.returncode == 0, run.stderr
+    assert "Python_Coder_Tool" in run.stdout and "'42'" in run.stdout
