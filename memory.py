@@ -1,9 +1,7 @@
-"""memory.py: the evolving memory M^t of one roll-out (paper, section 3: M^{t+1} = f_mem(M^t, a^t, e^t, v^t)).
+"""memory.py: the evolving memory M^t of one roll-out.
 
-f_mem has no parameters: it writes down what a turn did. A step holds the turn's index, the
-sub-goal and tool that the planner chose (a^t), the command and its result (e^t), the error if
-there was one, the verifier's verdict (v^t) and the seconds it took. `render()` is what planner,
-verifier and generator read of it.
+Paper, section 3: M^{t+1} = f_mem(M^t, a^t, e^t, v^t). f_mem has no parameters: it writes down what
+a turn did, and `render()` is what planner, verifier and generator read of it.
 
 Three rules, each of which a fault elsewhere has paid for:
   fresh         every roll-out makes its own Memory; nothing survives a question;
@@ -107,7 +105,8 @@ class Memory:
             a longer memory's text begins with a shorter one's.
         """
         limits = max_results or [None] * len(self.steps)
-        return "\n".join(step.render(limit) for step, limit in zip(self.steps, limits))
+        shown = zip(self.steps, limits, strict=True)
+        return "\n".join(step.render(limit) for step, limit in shown)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,128 @@
+"""Runs recorded cases through the parsers: `python -m tests.cases [FILE.jsonl]`.
+
+A case is one JSON object a line: id, kind, tier (`must` or `should`), the kind's inputs, and
+`expected_value` (null: a typed error, or no answer) or `accept`, a list of values of which any
+will do. Prints a line for each case that differs and, last, how many passed, failed and were
+skipped (kinds that are not built yet). Exit code 1 if a `must` fails or fewer than 90 % of the
+`should` pass, 2 if the file cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import eval as evaluation
+import modules
+
+DEFAULT = Path(__file__).with_name("cases.jsonl")
+
+
+def run_plan(case: dict) -> Any:
+    plan = modules.parse_plan(case["input"], case["available_tools"])
+    found = {"context": plan.context, "sub_goal": plan.sub_goal, "tool_name": plan.tool_name}
+    return None if plan.error else found
+
+
+def run_command(case: dict) -> Any:
+    command = modules.parse_command(case["input"], case["card"])
+    return None if command.error else [command.arguments]
+
+
+def run_verdict(case: dict) -> Any:
+    return "STOP" if modules.parse_verdict(case["input"]).stop else "CONTINUE"
+
+
+def run_answer(case: dict) -> Any:
+    return evaluation.extract_answer(case["input"])
+
+
+def run_score(case: dict) -> Any:
+    """For the kinds that are scored: add "text", "math", … to RUNNERS to count them."""
+    return evaluation.score(
+        case["kind"],
+        case["prediction"],
+        case["reference"],
+        extracted=case["stage"] == "answer",
+        choices=case.get("choices"),
+        numbers=case.get("numbers"),
+        metric=case.get("metric"),
+    )
+
+
+RUNNERS = {
+    "parse_plan": run_plan,
+    "parse_command": run_command,
+    "parse_verdict": run_verdict,
+    "parse_answer": run_answer,
+}
+
+
+def wanted(case: dict) -> list[Any]:
+    """All values that are right for a case. Scored kinds have `expected`: a truth or a number."""
+    if "accept" in case:
+        return case["accept"]
+    return [case["expected_value"] if "expected_value" in case else case["expected"]]
+
+
+def same(found: Any, right: Any) -> bool:
+    """Scores to 1e-3; everything else exactly, where True is not 1: hence through JSON."""
+    if isinstance(found, float) and isinstance(right, (bool, int, float)):
+        return abs(found - float(right)) <= 1e-3
+    return json.dumps(found, sort_keys=True) == json.dumps(right, sort_keys=True)
+
+
+def check(case: dict) -> tuple[bool, str]:
+    """(passed, what was found). An exception is a failed case, and the other cases still run."""
+    try:
+        found = RUNNERS[case["kind"]](case)
+    except Exception as error:  # whatever a parser raises is what this program is there to report
+        return False, f"{type(error).__name__}: {error}"
+    return any(same(found, right) for right in wanted(case)), repr(found)
+
+
+def read(path: str | Path) -> list[dict]:
+    """The cases of a file. Raises ValueError with the number of a line that is no JSON object."""
+    cases = []
+    for number, line in enumerate(Path(path).read_text("utf-8-sig").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            case = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not a JSON object ({error})") from error
+        if not isinstance(case, dict) or "kind" not in case:
+            raise ValueError(f"{path}, line {number}: not a JSON object with a 'kind'")
+        cases.append(case)
+    return cases
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        cases = read(arguments[0] if arguments else DEFAULT)
+    except (OSError, ValueError) as error:
+        print(f"The cases cannot be read: {error}", file=sys.stderr)
+        return 2
+    results: dict[str, list[bool]] = {"must": [], "should": []}
+    skipped = 0
+    for case in cases:
+        if case["kind"] not in RUNNERS:
+            skipped += 1
+            continue
+        passed, found = check(case)
+        tier = case.get("tier", "must")
+        results.setdefault(tier, []).append(passed)
+        if not passed:
+            right = " or ".join(repr(value) for value in wanted(case))
+            print(f"{case.get('id')} ({tier}): got {found}, wanted {right}")
+    outcomes = [passed for tier in results.values() for passed in tier]
+    passed, should = sum(outcomes), results["should"]
+    print(f"{passed} passed, {len(outcomes) - passed} failed, {skipped} skipped")
+    enough = all(results["must"]) and sum(should) >= 0.9 * len(should)
+    return 0 if enough else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
