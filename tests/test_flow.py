@@ -102,6 +102,11 @@ def test_the_verdict_stop_ends_the_flow_and_t_max_bounds_it():
     assert len(rollout.turns) == 1 and rollout.stopped
 
 
+def test_a_verdict_that_only_mentions_stopping_goes_on():
+    (rollout,) = run(script(verifier="We should not stop here; more evidence is needed."))
+    assert len(rollout.turns) == 3
+
+
 def test_two_questions_in_a_row_share_no_memory():
     """The prompts of the second question are those of a run that never saw the first."""
     alone = script()

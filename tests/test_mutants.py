@@ -10,6 +10,8 @@ import pytest
 
 import flow_grpo
 from tests import mutants, test_flow_grpo
+from tests.mutants_engine import ENGINE_MUTANTS
+from tests.mutants_flow import FLOW_MUTANTS
 
 OURS = (Path(flow_grpo.__file__).parent, Path(__file__).parent)  # the folders of our own files
 
@@ -28,7 +30,10 @@ def owner_and_name(mutant: mutants.Mutant):
     return owner, name
 
 
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)
+ALL = [*mutants.MUTANTS, *ENGINE_MUTANTS, *FLOW_MUTANTS]
+
+
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_the_named_test_notices_the_wrong_version(mutant, monkeypatch):
     owner, name = owner_and_name(mutant)
     test = named_test(mutant.test)

