@@ -16,14 +16,19 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
+import difflib
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 import time
+import typing
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -37,10 +42,15 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 import flow_grpo
-from memory import Memory
+from memory import Memory, Step
 from modules import (
     Plan,
     analyst_ask,
@@ -77,7 +87,7 @@ class Request:
     ask: Ask
     temperature: float    # 0 = greedy
     max_tokens: int
-    key: tuple[int, ...]  # (seed, step, question, roll-out, turn): its random numbers' name
+    key: tuple[int, ...]  # (seed, step, question, roll-out, call): its random numbers' name
 
 
 @dataclass
@@ -118,6 +128,7 @@ class Rollout:
     analysis: Reply
     turns: list[Turn]  # T_i of them, at most T_max
     memory: str  # M^T as the generator read it
+    steps: list[Step]  # the same as data, with the seconds that no prompt shows
     generator: Reply  # o ~ G(. | q, M^T)
     shortened: int  # prompts that had to lose some of their results, see fit_prompt
 
@@ -192,7 +203,8 @@ def flow(question: str, analysis: Reply, tools: list[Tool], limits: Limits):
         if verdict.stop:
             break
     generator = yield fit(lambda text: generator_ask(question, text))
-    return Rollout(question, analysis, turns, memory.render(), generator, shortened)
+    text = memory.render()
+    return Rollout(question, analysis, turns, text, memory.steps, generator, shortened)
 
 
 def fit_prompt(make_ask: Callable[[str], Ask], memory: Memory, limits: Limits) -> tuple[Ask, bool]:
@@ -260,23 +272,32 @@ def drive(
     owners: dict[int, int] = {}  # id of a pending request -> its flow
     jobs: dict[Future, int] = {}  # pending job -> its flow
     answered: list[tuple[int, Any]] = [(index, None) for index in range(len(flows))]
-    with ThreadPoolExecutor(max_workers=workers) as pool:
+    pool = ThreadPoolExecutor(max_workers=workers)
+
+    def advance(index: int, answer: Any) -> None:
+        """Send a flow its answer, and pass on what it wants next."""
+        try:
+            wanted = flows[index].send(answer)
+            while not isinstance(wanted, Job):
+                request = sampling.request(wanted, (*keys[index], calls[index]))
+                try:
+                    backbone.submit(request)
+                except ValueError as error:  # a prompt that does not fit: the flow's own affair;
+                    wanted = flows[index].throw(error)  # in a tool it becomes a typed error
+                    continue
+                calls[index] += 1
+                owners[id(request)] = index
+                return
+            jobs[pool.submit(wanted.run)] = index
+        except StopIteration as end:
+            results[index] = end.value
+            on_done(index)
+
+    try:
         while answered or owners or jobs:
             if not deterministic or not (owners or jobs):  # in rounds: wait for all of a round
-                for index, value in sorted(answered, key=lambda pair: pair[0]):
-                    try:
-                        wanted = flows[index].send(value)
-                    except StopIteration as end:
-                        results[index] = end.value
-                        on_done(index)
-                        continue
-                    if isinstance(wanted, Job):
-                        jobs[pool.submit(wanted.run)] = index
-                    else:
-                        request = sampling.request(wanted, (*keys[index], calls[index]))
-                        calls[index] += 1
-                        owners[id(request)] = index
-                        backbone.submit(request)
+                for index, answer in sorted(answered, key=lambda pair: pair[0]):
+                    advance(index, answer)
                 answered = []
             if owners:
                 finished = backbone.step()
@@ -284,6 +305,8 @@ def drive(
             if jobs:  # with a model at work, only look; without, sleep until something is done
                 wait(jobs, timeout=0 if owners else None, return_when=FIRST_COMPLETED)
                 answered += [(jobs.pop(job), job.result()) for job in list(jobs) if job.done()]
+    finally:  # after Ctrl-C nobody waits for a web page
+        pool.shutdown(wait=False, cancel_futures=True)
     return results
 
 
@@ -302,9 +325,11 @@ def roll_out(
 ) -> list[Rollout]:
     """Q questions x G roll-outs, group by group: [q0 r0, q0 r1, ..., q1 r0, ...].
 
-    ids: a number for each question, part of its rows' random numbers; their place by default.
+    ids: a number for each question, part of its rows' random numbers; their place by default. A
+    question that is asked twice gets new roll-outs the second time: its numbers go on at G.
     """
     ids = list(range(len(questions))) if ids is None else ids
+    again = [ids[:place].count(number) for place, number in enumerate(ids)]
     analyses = drive(
         [analyse(question, tools) for question in questions],
         [(seed, step, number) for number in ids],
@@ -317,7 +342,11 @@ def roll_out(
         for question, analysis in zip(questions, analyses, strict=True)
         for _ in range(group_size)
     ]
-    keys = [(seed, step, number, rollout) for number in ids for rollout in range(group_size)]
+    keys = [
+        (seed, step, number, times * group_size + rollout)
+        for number, times in zip(ids, again, strict=True)
+        for rollout in range(group_size)
+    ]
     return drive(flows, keys, backbone, sampling, deterministic, on_done=on_done)
 
 
@@ -585,9 +614,12 @@ class Lane:
     def __init__(self, model, slots: int):
         config = model.config
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.decoder, self.lm_head = model.get_decoder(), model.get_output_embeddings()
+        self.decoder = model.get_decoder()
+        # The same fp32 products as in scoring: a bf16 head would round the logits that are sampled.
+        self.lm_head = lambda hidden: flow_grpo.head_logits(
+            hidden, model.get_output_embeddings().weight)
         self.dtype, self.device = model.dtype, model.device
-        self.layers, self.heads = config.num_hidden_layers, (config.num_key_value_heads, head)
+        self.layers, self.kv_shape = config.num_hidden_layers, (config.num_key_value_heads, head)
         self.slots = slots
         self.rows: list[Row] = []
         self.waiting: list[Row] = []
@@ -595,7 +627,7 @@ class Lane:
 
     def zeros(self, rows: int, width: int) -> torch.Tensor:
         """Keys and values (2, layers, rows, width, H_kv, D_head); zeroed, since 0 * NaN is NaN."""
-        shape = (2, self.layers, rows, width, *self.heads)
+        shape = (2, self.layers, rows, width, *self.kv_shape)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def reserve(self, width: int) -> None:
@@ -619,6 +651,8 @@ class Backbone:
 
     def __init__(self, model, tokenizer, device="cpu", lora_r=16, lora_alpha=32, seed=0, slots=64,
                  stride=None, max_context=None):
+        if lora_r is not None and lora_r < 0:
+            raise ValueError(f"The rank of the adapter, --lora_r, cannot be {lora_r}.")
         if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):
             raise ValueError("This model uses sliding-window attention, which is not supported: "
                              "choose one with full attention, such as Qwen2.5 or Llama.")
@@ -638,6 +672,8 @@ class Backbone:
         self.lanes = [Lane(self.frozen, slots)]  # with LoRA one lane serves planner and frozen rows
         if lora_r == 0:
             self.lanes.append(Lane(self.policy, slots))
+        self.special_texts = [token.content for token in tokenizer.added_tokens_decoder.values()
+                              if token.special]
         self.stop_ids = self._stop_ids()
         self.stop = torch.tensor(self.stop_ids, dtype=torch.long, device=self.device)
         self._prompt_ids = lru_cache(4096)(self._render)       # many requests have equal prompts
@@ -765,9 +801,10 @@ class Backbone:
     def _render(self, system: str, user: str) -> tuple[int, ...]:
         # A special token that stands in a question or in a web page is text: broken up, so that
         # nobody but the template can end a message or begin one.
-        for special in self.tokenizer.all_special_tokens:
+        for special in self.special_texts:
             system, user = (text.replace(special, f"{special[0]} {special[1:]}")
                             for text in (system, user))
+        system, user = (text.encode("utf-8", "replace").decode() for text in (system, user))
         # The system message is always given: some templates would fill in one of their own.
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
         return tuple(self.tokenizer.apply_chat_template(
@@ -1064,6 +1101,18 @@ def smollm2_folder() -> Path:
     return folder
 
 
+def load_tokenizer(path: str):
+    """tokenizer.json exactly as it is, where there is one.
+
+    AutoTokenizer picks a class by the model's type, and some of these rebuild the splitting rules
+    and drop what the file says: ids other than those the weights were trained with.
+    """
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    except (OSError, ValueError, TypeError):  # no tokenizer.json: an older format
+        return AutoTokenizer.from_pretrained(path)
+
+
 def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_alpha=32, seed=0,
                   slots=64, stride=None, max_context=None) -> Backbone:
     """A backbone by name: "builtin", "smollm2", a local Hugging Face folder, or a hub name.
@@ -1073,6 +1122,8 @@ def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_al
     """
     if str(device).split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
         raise ValueError(f"There is no device {device!r}: use auto, cpu, cuda or mps.")
+    if str(device).startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("There is no CUDA device here: use --device cpu, or auto.")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else (
             "mps" if torch.backends.mps.is_available() else "cpu")
@@ -1087,9 +1138,11 @@ def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_al
         raise ValueError(f"There is no model in the folder {path} (no config.json there). Give a "
                          "folder in Hugging Face's format, a hub name such as "
                          "Qwen/Qwen2.5-0.5B-Instruct, builtin or smollm2.")
+    if not sys.stderr.isatty():  # a bar that nobody watches only fills log files
+        transformers.utils.logging.disable_progress_bar()
     try:
         language_model = AutoModelForCausalLM.from_pretrained(path, **dtype_option(dtype))
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = load_tokenizer(path)
     except OSError as error:
         raise ValueError(f"The model {model} could not be loaded: {error}") from error
     if not tokenizer.chat_template:
@@ -1099,8 +1152,105 @@ def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_al
 
 
 # ------------------------------------------------------------------------------------------------
-# One question in the terminal
+# Command lines: one question in the terminal here, training and evaluation in their own files
 # ------------------------------------------------------------------------------------------------
+
+
+def parse_flags(
+    config_class,
+    arguments: list[str] | None,
+    description: str,
+    defaults: dict | None = None,
+    positional: str = "",
+):
+    """A dataclass as a command line: a flag a field, its comment as the help, its default shown.
+
+    defaults: values that stand in for the dataclass's own. positional: a field that is a plain
+    word and no flag. An unknown flag is an error (exit code 2) that names the nearest one; nothing
+    is abbreviated, so that a flag added later cannot change what an old command means.
+    """
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    texts, groups = field_comments(config_class)
+    types = typing.get_type_hints(config_class)
+    fields = dataclasses.fields(config_class)
+    sections = {title: parser.add_argument_group(title) for title in dict.fromkeys(groups.values())}
+    for entry in fields:
+        name, section = entry.name, sections[groups[entry.name]]
+        default = (defaults or {}).get(name, entry.default)
+        shown = "" if default in ("", None) else f" [{default}]"
+        options = {"default": default, "help": (texts[name] + shown).replace("%", "%%")}
+        if types[name] in (bool, bool | None):
+            section.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **options)
+        elif name == positional:
+            section.add_argument(name, nargs="?", **options)
+        else:
+            metavar = types[name].__name__.upper()
+            section.add_argument(f"--{name}", type=types[name], metavar=metavar, **options)
+    values, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flags = [f"--{entry.name}" for entry in fields]
+        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        parser.error(f"unknown argument {unknown[0]}.{hint} --help lists all flags.")
+    return config_class(**vars(values))
+
+
+def field_comments(config_class) -> tuple[dict[str, str], dict[str, str]]:
+    """(field -> the comment behind it, field -> the comment line above its group), read from the
+    source: the dataclass is the one place for both."""
+    texts, groups, title = {}, {}, "options"
+    for line in inspect.getsource(config_class).splitlines():
+        if heading := re.match(r"    # (.*)", line):
+            title = heading[1]
+        elif found := re.match(r"    (\w+): [^#]*#\s*(.*)$", line):
+            texts[found[1]], groups[found[1]] = found[2], title
+    return texts, groups
+
+
+def fail(error: BaseException) -> int:
+    """A user's mistake: one sentence on standard error and exit code 2, no traceback."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def adapter_settings(folder: str) -> dict[str, int]:
+    """lora_r and lora_alpha of a saved adapter; empty where there is none to read them from."""
+    path = Path(folder) / ADAPTER_FILES[0]
+    if not folder or not path.is_file():
+        return {}
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return {"lora_r": int(saved["r"]), "lora_alpha": int(saved["lora_alpha"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}.") from error
+
+
+def tools_from_flags(tools: str, offline: bool | None, *parts: str) -> list[Tool]:
+    """--tools and --offline as tools. Offline by default where a part of the run is "builtin": the
+    built-in backbone has never seen a web page, and the library answers the built-in questions."""
+    names = None if tools == "all" else tools.split(",")
+    return make_tools(names, offline="builtin" in parts if offline is None else offline)
+
+
+@dataclass
+class AskConfig:
+    """The command line of agentflow.py."""
+
+    # One question, answered by which model
+    question: str = "What is 23 times the atomic number of Iron?"  # what to answer
+    adapter: str = ""  # a run folder or checkpoint with an adapter; default: the untrained planner
+    model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
+    device: str = "auto"  # auto | cpu | cuda | mps
+    tools: str = "all"  # names separated by commas, or "all"
+    offline: bool | None = None  # network tools answer `network`; default: on with built-in parts
+    max_turns: int = 3  # T_max
+    temperature: float = 0.7  # of the planner; the frozen modules are greedy
+    seed: int = 0  # of the sampling
+
 
 def describe(rollout: Rollout) -> str:
     """A roll-out for people, turn by turn: plan, command, result, verdict, then the memory."""
@@ -1117,37 +1267,20 @@ def describe(rollout: Rollout) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Answer one question and print the whole flow.")
-    default = "What is 23 times the atomic number of Iron?"
-    parser.add_argument("question", nargs="?", default=default, help=f"default: {default}")
-    parser.add_argument("--adapter", default="", help="a run folder or checkpoint with an adapter")
-    parser.add_argument("--model", default="builtin", help="as in train.py")
-    parser.add_argument("--device", default="auto", help="auto | cpu | cuda | mps")
-    parser.add_argument("--tools", default="all", help='names separated by commas, or "all"')
-    parser.add_argument(
-        "--offline", action=argparse.BooleanOptionalAction, default=None,
-        help="network tools answer `network`; default: on with --model builtin",
-    )
-    parser.add_argument("--max_turns", type=int, default=3, help="T_max [3]")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the planner [0.7]")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling [0]")
-    flags = parser.parse_args()
+def main(arguments: list[str] | None = None) -> int:
+    config = parse_flags(AskConfig, arguments, __doc__, positional="question")
     try:
-        tools = make_tools(
-            None if flags.tools == "all" else flags.tools.split(","),
-            offline=flags.model == "builtin" if flags.offline is None else flags.offline,
-        )
-        backbone = load_backbone(flags.model, flags.device)
-        if flags.adapter:
-            backbone.load_adapter(flags.adapter)
+        tools = tools_from_flags(config.tools, config.offline, config.model)
+        backbone = load_backbone(config.model, config.device, **adapter_settings(config.adapter))
+        if config.adapter:
+            backbone.load_adapter(config.adapter)
+        limits = Limits(config.max_turns, backbone.limit, backbone.prompt_length)
+        sampling = Sampling(config.temperature)
         (rollout,) = roll_out(
-            [flags.question], 1, backbone, tools, Limits(flags.max_turns),
-            Sampling(flags.temperature), flags.seed, step=-1,
+            [config.question], 1, backbone, tools, limits, sampling, config.seed, step=-1
         )
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        return fail(error)
     except KeyboardInterrupt:
         return 130
     print(describe(rollout))

@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import gzip
 import hashlib
-import inspect
 import json
 import re
 import string
 import sys
-import typing
 import unicodedata
 import zlib
 from collections import Counter
@@ -35,7 +32,6 @@ from typing import Any
 from tqdm import tqdm
 
 import agentflow
-import tools as toolset
 from modules import drop_thinking
 
 # ------------------------------------------------------------------------------------------------
@@ -466,92 +462,84 @@ def table(columns: dict[str, dict]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# The command lines of train.py and eval.py
+# The command line
 # ------------------------------------------------------------------------------------------------
-
-
-def parse_flags(config_class, arguments: list[str] | None, description: str):
-    """A dataclass as a command line: a flag a field, its comment as the help, its default shown.
-
-    An unknown flag is an error (exit code 2) that names the nearest one; nothing is abbreviated,
-    so that a flag added later cannot change what an old command means.
-    """
-    parser = argparse.ArgumentParser(
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    help_texts = field_comments(config_class)
-    types = typing.get_type_hints(config_class)
-    for field in dataclasses.fields(config_class):
-        shown = "" if field.default in ("", None) else f" [{field.default}]"
-        text = (help_texts.get(field.name, "") + shown).replace("%", "%%")
-        if types[field.name] in (bool, bool | None):
-            action = argparse.BooleanOptionalAction
-            parser.add_argument(f"--{field.name}", action=action, default=field.default, help=text)
-        else:
-            parser.add_argument(
-                f"--{field.name}",
-                type=types[field.name],
-                default=field.default,
-                help=text,
-                metavar=types[field.name].__name__.upper(),
-            )
-    values, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        flags = [f"--{field.name}" for field in dataclasses.fields(config_class)]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        parser.error(f"unknown argument {unknown[0]}.{hint} --help lists all flags.")
-    return config_class(**vars(values))
-
-
-def field_comments(config_class) -> dict[str, str]:
-    """field -> the comment behind it in the source: the dataclass is the one place for both."""
-    found = re.findall(r"^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(config_class), re.M)
-    return dict(found)
-
-
-def fail(error: BaseException) -> int:
-    """A user's mistake: one sentence on standard error and exit code 2, no traceback."""
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-
-
-def is_offline(offline: bool | None, model: str) -> bool:
-    """--offline as given, else: on with the built-in backbone, which has never seen a web page."""
-    return model == "builtin" if offline is None else offline
 
 
 @dataclass
 class EvalConfig:
     """The command line of eval.py."""
 
-    adapter: str = ""  # a run folder or checkpoint with an adapter; default: the untrained planner
+    # What is measured
+    adapter: str = ""  # a run folder or checkpoint; its run's settings become the defaults below
     data: str = "builtin"  # questions: "builtin" (the held-out ones), or a JSON/JSONL file
     model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
     device: str = "auto"  # auto | cpu | cuda | mps
     tools: str = "all"  # names separated by commas, or "all"
-    offline: bool | None = None  # network tools answer `network`; default: on with --model builtin
+    offline: bool | None = None  # network tools answer `network`; default: on with built-in parts
+    json: str = ""  # write the same numbers, and every item, to this file
+    # Roll-outs
     max_turns: int = 3  # T_max
     temperature: float = 0.7  # of the planner; the frozen modules are greedy
     max_completion_length: int = 96  # tokens of one planner reply
     max_frozen_length: int = 96  # tokens of one reply of a frozen module
     max_prompt_length: int = 1500  # tokens; a longer prompt loses the middle of old results
+    eval_questions: int = 0  # measure on the first so many questions; 0: on all
     lora_r: int = 16  # rank of the adapter
     lora_alpha: int = 32  # the adapter's output is scaled by alpha / r
     seed: int = 0  # of the sampling
-    json: str = ""  # write the same numbers, and every item, to this file
+
+
+def settings_of_run(adapter: str) -> dict:
+    """How the run of an adapter measured itself, from run_config.json in the adapter's folder or
+    the one above: with these defaults `eval.py --adapter RUN` repeats the run's last measurement.
+    Also "held_out_of": the training file of which a tenth was held out, where it was."""
+    for folder in (Path(adapter), Path(adapter).parent):
+        if adapter and (folder / "run_config.json").is_file():
+            run = json.loads((folder / "run_config.json").read_text(encoding="utf-8"))
+            names = {field.name for field in dataclasses.fields(EvalConfig)} - {"json", "data"}
+            settings = {name: run[name] for name in names if name in run}
+            settings["temperature"] = run["eval_temperature"]
+            settings["data"] = run["eval_data"] or run["data"]
+            settings["held_out_of"] = "" if run["eval_data"] else run["data"]
+            return settings
+    return agentflow.adapter_settings(adapter)
+
+
+def held_out_questions(data: str, split: bool) -> list[Question]:
+    """The questions of --data: the built-in held-out ones, a file's, or a file's held-out tenth."""
+    if data == "builtin":
+        return load_questions(DATA / "heldout.jsonl")
+    questions = load_questions(data)
+    return split_questions(questions)[1] if split else questions
+
+
+def check_ranges(config, least: dict[str, float]) -> None:
+    """Raises ValueError with a sentence for the first number below what makes sense."""
+    for name, value in least.items():
+        if not getattr(config, name, value) >= value:  # NaN is refused too
+            raise ValueError(f"--{name} must be at least {value}, not {getattr(config, name)}.")
+
+
+LEAST = {
+    "max_turns": 1, "max_completion_length": 1, "max_frozen_length": 1, "max_prompt_length": 1,
+    "eval_questions": 0, "lora_r": 1, "temperature": 0, "eval_temperature": 0,
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
-    config = parse_flags(EvalConfig, arguments, __doc__)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--adapter", default="")  # looked at first: its run gives the defaults
     try:
-        path = DATA / "heldout.jsonl" if config.data == "builtin" else config.data
-        questions = load_questions(path)
-        tools = toolset.make_tools(
-            None if config.tools == "all" else config.tools.split(","),
-            offline=is_offline(config.offline, config.model),
+        defaults = settings_of_run(first.parse_known_args(arguments)[0].adapter)
+        config = agentflow.parse_flags(EvalConfig, arguments, __doc__, defaults)
+        check_ranges(config, LEAST)
+        if config.json and not Path(config.json).absolute().parent.is_dir():
+            raise ValueError(f"--json: there is no folder {Path(config.json).absolute().parent}.")
+        questions = held_out_questions(config.data, config.data == defaults.get("held_out_of"))
+        questions = questions[: config.eval_questions or None]
+        tools = agentflow.tools_from_flags(
+            config.tools, config.offline, config.model, config.data
         )
         backbone = agentflow.load_backbone(
             config.model, config.device, lora_r=config.lora_r, lora_alpha=config.lora_alpha
@@ -571,16 +559,17 @@ def main(arguments: list[str] | None = None) -> int:
             ),
             max_prompt_length=config.max_prompt_length,
         )
-    except ValueError as error:
-        return fail(error)
+    except (ValueError, OSError) as error:
+        return agentflow.fail(error)
     except KeyboardInterrupt:
         print("\nstopped: nothing was measured.", file=sys.stderr)
         return 130
-    heading = Path(config.adapter).name if config.adapter else "untrained"
     print(f"{len(questions)} questions, T_max {config.max_turns}")
-    print(table({heading[:11]: result}))
+    print(table({"trained" if config.adapter else "untrained": result}))
     if config.json:
-        Path(config.json).write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n")
+        Path(config.json).write_text(
+            json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+        )
     return 0
 
 

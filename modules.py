@@ -22,11 +22,17 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from tools import Ask, Tool
+from tools import Ask, Tool, check_arguments
 
 # ------------------------------------------------------------------------------------------------
 # Replies as data
 # ------------------------------------------------------------------------------------------------
+
+
+def _encodable(text: str) -> str:
+    r"""Without lone surrogates, which "\\ud800" in JSON or in a literal gives: no tokenizer and no
+    file takes them."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 @dataclass
@@ -39,6 +45,10 @@ class Plan:
     error: str | None = None
     justification: str = ""
 
+    def __post_init__(self) -> None:
+        self.context, self.sub_goal = _encodable(self.context), _encodable(self.sub_goal)
+        self.justification = _encodable(self.justification)
+
 
 @dataclass
 class Command:
@@ -46,6 +56,12 @@ class Command:
 
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.arguments = {
+            name: _encodable(value) if isinstance(value, str) else value
+            for name, value in self.arguments.items()
+        }
 
 
 @dataclass
@@ -518,21 +534,9 @@ def _read_call(call: ast.Call, card: dict[str, str]) -> Command:
 
 
 def _checked(arguments: dict[str, Any], card: dict[str, str]) -> Command:
-    """Names and types against the card. A whole number is a float too; True is no number."""
-    types = {"str": str, "int": int, "float": (int, float), "bool": bool, "list": list}
-    for name, value in arguments.items():
-        if name not in card:
-            return _refused(f"there is no parameter {str(name)[:40]!r}", card)
-        kind, _, default = (part.strip() for part in card[name].partition("="))
-        if value is None and default == "None":
-            continue
-        number = isinstance(value, bool) and kind in ("int", "float")
-        if number or not isinstance(value, types.get(kind, object)):
-            return _refused(f"{name} must be {kind}, not {type(value).__name__}", card)
-    missing = [name for name, kind in card.items() if "=" not in kind and name not in arguments]
-    if missing:
-        return _refused(f"{' and '.join(missing)} missing", card)
-    return Command(arguments=dict(arguments))
+    """Names and types against the card, by the rule that holds when the tool is run."""
+    problem = check_arguments(card, arguments)
+    return Command(error=problem) if problem else Command(arguments=dict(arguments))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -557,8 +561,10 @@ def parse_verdict(text: str) -> Verdict:
     last line that is the word alone.
     """
     text = drop_thinking(text)
-    pairs = dict(_labelled(text, _VERDICT_LABEL))  # of equal labels the last one stays
-    explanation = pairs.pop("explanation", pairs.pop("analysis", ""))
+    labelled = _labelled(text, _VERDICT_LABEL)
+    reasons = [value for key, value in labelled if key in ("explanation", "analysis")]
+    explanation = reasons[-1] if reasons else ""
+    pairs = dict([pair for pair in labelled if pair[0] not in ("explanation", "analysis")][-1:])
     if not pairs:
         inline = list(_INLINE_CONCLUSION.finditer(text))
         for _, fields in _objects(text):

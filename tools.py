@@ -119,6 +119,7 @@ class ToolError(Exception):
     """What a tool raises to end with a typed error: `raise ToolError("not_found", "No page.")`."""
 
     def __init__(self, kind: str, message: str) -> None:
+        assert kind in ERROR_KINDS, f"{kind!r} is none of the kinds {ERROR_KINDS}"
         super().__init__(message)
         self.kind = kind
 
@@ -181,12 +182,13 @@ def check_arguments(parameters: dict[str, str], arguments: dict[str, Any]) -> st
                 continue
             return f"Argument {name!r} is missing. Expected: {expected}."
         value = arguments[name]
+        if value is None and default == "None":
+            continue
         # subtle: True is an int in Python, and a query of True is surely a slip
-        wrong = not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind != "bool")
-        if wrong:
-            return f"Argument {name!r} must be {kind}, not {type(value).__name__}."
-        if kind == "str" and not default and not value.strip():
-            return f"Argument {name!r} is empty."
+        wrong = isinstance(value, bool) and kind != "bool"
+        if wrong or not isinstance(value, TYPES.get(kind, object)):
+            got = type(value).__name__
+            return f"Argument {name!r} must be {kind}, not {got}. Expected: {expected}."
     return None
 
 
@@ -251,6 +253,9 @@ def execute(tool: Tool, arguments: dict[str, Any], limit: int = RESULT_CHARS):
     """
     started = time.perf_counter()
     problem = check_arguments(tool.parameters, arguments)
+    for name, value in arguments.items():
+        if isinstance(value, str) and not value.strip():
+            problem = problem or f"Argument {name!r} is empty."
     if problem:
         return ToolResult(problem, "bad_arguments")
     try:

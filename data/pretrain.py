@@ -1,0 +1,555 @@
+"""data/pretrain.py: how the built-in backbone was made. Tokenizer, transcripts, training.
+
+A Qwen2 of about a million parameters learns all four modules from synthetic transcripts: a right
+agent plays the flow of agentflow.py with the real tools, and every request and reply is a row.
+One thing is left out: the planner's tool is drawn uniformly at random, whatever would be right.
+So the backbone can do every module's job, and what it lacks is what Flow-GRPO teaches.
+No held-out element or operand is in any transcript; the names are seen in plain copying rows.
+Most transcripts are about invented elements or invented facts: so the backbone has to read what
+the memory says, and learning the periodic table by heart does not help it.
+
+Stage 1  copying spans out of random texts, 6 tokens at first, half as long again when it works
+Stage 2  transcripts of all modules, with copying rows in the mix
+
+Run:  python data/pretrain.py            (writes data/backbone/; a checkpoint every ten minutes)
+      python data/pretrain.py --show     (prints one transcript)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]
+
+import make_data  # noqa: E402
+
+import agentflow  # noqa: E402  (the two folders above have to be on the path first)
+from tools import BM25, Ask, Job, Library_Search_Tool, PythonRun, make_tools  # noqa: E402
+
+BACKBONE = FOLDER / "backbone"
+
+# --- A right agent -----------------------------------------------------------------------------
+
+UNKNOWN = "unknown"
+CALCULATOR = "Python_Coder_Tool"
+LIBRARY = "Library_Search_Tool"
+WIKIPEDIA = "https://en.wikipedia.org"  # the address that the executor gives Web_Search_Tool
+
+
+class RightAgent:
+    """Replies of every module to one question, as a right agent would give them.
+
+    It reads what it needs from the request, as the backbone will have to: whether the fact stands
+    in the memory, whether the calculation has been done.
+    """
+
+    def __init__(self, task: make_data.Task) -> None:
+        self.task = task
+        self.find = self.fact = ""
+        if task.fact:
+            attribute, name, _ = task.fact
+            self.find = f"Find the {attribute} of {name}."
+            self.fact = make_data.fact_sentence(*task.fact)
+        self.calculate = f"Calculate {task.calculation()}." if task.words else ""
+
+    def missing(self, memory: str) -> str:
+        """What the next step has to bring: "fact", "calculation" or "" (nothing is missing)."""
+        if self.fact and self.fact not in memory:
+            return "fact"
+        if self.calculate and not re.search(
+            rf"Sub-Goal: {re.escape(self.calculate)}\nTool Name: {CALCULATOR}\n"
+            rf"Command: .*\nResult: {re.escape(self.task.answer)}(\n|$)",
+            memory,
+        ):
+            return "calculation"
+        return ""
+
+    def right_tool(self, memory: str) -> str:
+        return LIBRARY if self.missing(memory) == "fact" else CALCULATOR
+
+    def plan(self, memory: str, tool_name: str) -> str:
+        """A planner's reply: all of it is right but the tool, which the caller chooses."""
+        missing = self.missing(memory)
+        goal = self.find if missing == "fact" else self.calculate
+        known = self.fact if missing == "calculation" and self.fact else "none"
+        return (
+            f"Justification: the {missing} is missing.\nContext: {known}\n"
+            f"Sub-Goal: {goal}\nTool Name: {tool_name}"
+        )
+
+    def reply(self, ask: Ask) -> str:
+        """A frozen module's reply."""
+        if ask.module == "analyst":
+            return self.analysis()
+        if ask.module == "executor":
+            goal = re.search(r"Sub-Goal: (.*)", ask.user).group(1)
+            url = f', url="{WIKIPEDIA}"' if "url: str" in ask.system else ""
+            return f'execution = tool.execute(query="{goal}"{url})'
+        if ask.module == "tool":
+            return self.inside_tool(ask)
+        missing = self.missing(ask.user)
+        if ask.module == "verifier":
+            if missing:
+                return f"Explanation: the {missing} is missing.\nConclusion: CONTINUE"
+            return "Explanation: nothing is missing.\nConclusion: STOP"
+        assert ask.module == "generator", f"no right reply is known for {ask.module}"
+        return f"<answer> {UNKNOWN if missing else self.task.answer} </answer>"
+
+    def analysis(self) -> str:
+        if self.task.kind == "lookup":
+            summary, skills, mind = self.find, "search", "one fact is enough."
+        elif self.task.kind == "arithmetic":
+            summary, skills, mind = self.calculate, "calculation", "be exact."
+        else:
+            summary = f"{self.find[:-1]}, then calculate."
+            skills, mind = "search and calculation", "the fact comes first."
+        return (
+            f"Summary: {summary}\nSkills: {skills}\nTools: to be tried\nConsiderations: {mind}"
+        )
+
+    def inside_tool(self, ask: Ask) -> str:
+        """The language model inside Base_Generator_Tool and Python_Coder_Tool."""
+        if "program" not in ask.system:
+            return "I do not know."
+        request = ask.user.removeprefix("Request: ").removeprefix("Calculate ").rstrip(".")
+        if not request[0].isdigit():
+            return f'```python\nprint("{UNKNOWN}")\n```'
+        for word, sign in make_data.OPERATORS.items():
+            request = request.replace(word, sign)
+        return f"```python\nprint({request})\n```"
+
+
+# --- Transcripts -------------------------------------------------------------------------------
+
+
+class TrainingLibrary(Library_Search_Tool):
+    """The library without what is held out, or, for one flow, with invented facts alone."""
+
+    def __init__(self) -> None:
+        known = [row for row in make_data.read_elements() if not make_data.is_held_out(row)]
+        self.true_passages = [make_data.fact_sentence(*fact) for fact in make_data.facts(known)]
+        self.true_index = BM25(self.true_passages)
+        self.use(None)
+
+    def use(self, invented: list[tuple[str, str, str]] | None) -> None:
+        self.passages, self.index = self.true_passages, self.true_index
+        if invented:
+            self.passages = [make_data.fact_sentence(*fact) for fact in invented]
+            self.index = BM25(self.passages)
+
+
+def run_arithmetic(code: str, **limits):
+    """Stands in for the sandbox, which takes 20 ms a run: prints what one `print(...)` prints."""
+    inside = re.fullmatch(r"print\((.*)\)", code.strip()).group(1)
+    return PythonRun(stdout=str(eval(inside, {"__builtins__": {}})) + "\n")
+
+
+def toolset(training: bool) -> list:
+    """The tools of a run with the built-in backbone, with or without what is held out."""
+    tools = make_tools(offline=True)
+    if training:
+        tools = [TrainingLibrary() if tool.name == LIBRARY else tool for tool in tools]
+    for tool in tools:
+        if tool.name == CALCULATOR:
+            tool.run_python = run_arithmetic
+    return tools
+
+
+def numeric(facts: list) -> list:
+    """The facts whose value can enter a calculation."""
+    words = {make_data.ATTRIBUTES[column] for column in make_data.NUMERIC}
+    return [fact for fact in facts if fact[0] in words]
+
+
+def training_task(rng: random.Random, facts: list) -> make_data.Task:
+    def operand() -> int:
+        return make_data.training_operand(rng)
+
+    kind = rng.random()
+    if kind < 0.3:
+        return make_data.make_lookup(rng.choice(facts))
+    if kind < 0.55:
+        return make_data.make_arithmetic(rng, operand)
+    return make_data.make_two_step(rng, operand, numeric(facts))
+
+
+def invented_facts(rng: random.Random, words: list[str]) -> list[tuple[str, str, str]]:
+    """Facts about one element that there is not: a made-up name, which is read byte by byte, or
+    any word of the vocabulary, a known element among them, with facts that are not true of it."""
+    if rng.random() < 0.15:
+        syllables = [rng.choice("bcdfghklmnprstvz") + rng.choice("aeiou") for _ in range(3)]
+        name = "".join(syllables[: rng.randint(2, 3)]).capitalize() + rng.choice(["n", "um", "x"])
+    else:
+        name = rng.choice(words)
+    return [
+        ("symbol", name, rng.choice(words)),
+        ("atomic number", name, str(rng.randint(1, 119))),
+        ("period", name, str(rng.randint(1, 9))),
+        ("group", name, str(rng.randint(1, 19))),
+        ("discovery year", name, str(rng.randint(1000, 2030))),
+    ]
+
+
+def transcript(task, tools: list, rng: random.Random) -> list[tuple[str, str, str, str]]:
+    """Rows (module, system, user, reply) of one flow.
+
+    What the planner is shown to say and what the flow then does are drawn apart: the row's tool
+    is uniform, whatever the state; the flow goes on with the right tool often enough that states
+    with a known fact and a done calculation are as common as empty ones.
+    """
+    names = [tool.name for tool in tools]
+    agent = RightAgent(task)
+    competence = rng.choice([0.0, 0.5, 0.9])
+    limits = agentflow.Limits(max_turns=rng.choice([3, 3, 3, 4]))
+    rows = []
+
+    def said(ask: Ask) -> str:
+        if ask.module != "planner":
+            text = agent.reply(ask)
+            rows.append((ask.module, ask.system, ask.user, text))
+            return text
+        rows.append((ask.module, ask.system, ask.user, agent.plan(ask.user, rng.choice(names))))
+        right = rng.random() < competence
+        return agent.plan(ask.user, agent.right_tool(ask.user) if right else rng.choice(names))
+
+    analysis = run_inline(agentflow.analyse(task.question, tools), said)
+    run_inline(agentflow.flow(task.question, analysis, tools, limits), said)
+    return rows
+
+
+def run_inline(flow, said):
+    """Drive one coroutine without threads: Jobs run at once, Asks are answered by `said`."""
+    answer = None
+    while True:
+        try:
+            wanted = flow.send(answer)
+        except StopIteration as end:
+            return end.value
+        if isinstance(wanted, Job):
+            answer = wanted.run()
+        else:
+            answer = agentflow.Reply(said(wanted), [], [], [], True)
+
+
+class Transcripts:
+    """An endless supply of rows, by module and system text (rows of one head are packed)."""
+
+    def __init__(self, seed: int) -> None:
+        elements = make_data.read_elements()
+        self.rng = random.Random(seed)
+        known = [row for row in elements if not make_data.is_held_out(row)]
+        self.known = make_data.facts(known)
+        self.words = [text for row in known for text in (row["name"], row["symbol"])]
+        self.tools = toolset(training=True)
+        self.library = next(tool for tool in self.tools if tool.name == LIBRARY)
+        self.rows: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+
+    def add_flow(self, invent: float = 0.85) -> None:
+        invented = None
+        if self.rng.random() < invent:
+            invented = invented_facts(self.rng, self.words)
+        self.library.use(invented)
+        task = training_task(self.rng, invented or self.known)
+        rows = transcript(task, self.tools, self.rng)
+        text = "\n".join(user + "\n" + reply for _, _, user, reply in rows)
+        if any(make_data.held_out_operand(int(number)) for number in re.findall(r"\d+", text)):
+            return  # a result happens to be a held-out operand: that number stays unseen
+        for module, system, user, reply in rows:
+            self.rows[module][system].append((user, reply))
+
+    def use_vocabulary(self, tokenizer) -> None:
+        """From now on any word that is one token may name an invented element, but for the
+        held-out names and symbols."""
+        hidden = {
+            text
+            for row in make_data.read_elements()
+            if make_data.is_held_out(row)
+            for text in (row["name"], row["symbol"])
+        }
+        pieces = [token[1:] for token in tokenizer.get_vocab() if token.startswith("Ġ")]
+        self.words = sorted(word for word in pieces if word.isalpha() and word not in hidden)
+        assert set(spare_names()) <= set(self.words), "the tokenizer is of an older vocabulary"
+
+    def take(self, module: str, count: int) -> tuple[str, list[tuple[str, str]]]:
+        """`count` rows of one head of a module: the head with most rows waiting."""
+        while True:
+            heads = self.rows[module]
+            if heads:
+                system = max(heads, key=lambda head: len(heads[head]))
+                if len(heads[system]) >= count:
+                    rows = heads[system]
+                    heads[system] = []
+                    return system, self.rng.sample(rows, count)
+            self.add_flow()
+
+
+# --- Tokenizer ---------------------------------------------------------------------------------
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# A piece is a word with the space before it, up to three digits, a run of signs, or one white
+# space. So a name is one token wherever a space stands before it, and so is an operand.
+PIECE = r" ?[A-Za-z_]+|[0-9]{1,3}| ?[^\sA-Za-z_0-9]+|\s"
+
+
+def spare_names(count: int = 700) -> list[str]:
+    """Words that name nothing, and are tokens of the vocabulary: with so many names, learning by
+    heart which ones may follow "the period of" does not pay, and copying does."""
+    rng, names = random.Random(7), set()
+    while len(names) < count:
+        syllables = [rng.choice("bcdfghklmnprstvz") + rng.choice("aeiou") for _ in range(2)]
+        names.add("".join(syllables).capitalize() + rng.choice(["n", "um", "x", "r", "lis"]))
+    return sorted(names)
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Every piece of `texts` is one token, and any other text falls apart into bytes.
+
+    A byte-level BPE without merges: `ignore_merges` takes a whole piece that is in the vocabulary,
+    and nothing is ever unknown.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    split = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECE), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    pieces = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = specials + alphabet + sorted(pieces - set(alphabet))
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
+
+
+def vocabulary_texts(transcripts: Transcripts) -> list[str]:
+    """What the vocabulary is read from: many transcripts, every name and symbol there is, and
+    every number of up to three digits."""
+    for _ in range(1500):
+        transcripts.add_flow(invent=0)
+    texts = ["system user assistant"]
+    for heads in transcripts.rows.values():
+        for system, rows in heads.items():
+            texts += ["system\n" + system, *(user + "\n" + reply for user, reply in rows)]
+    facts = make_data.facts(make_data.read_elements())
+    texts += [f" {make_data.fact_sentence(*fact)}" for fact in facts]
+    texts += [f" {name}" for name in spare_names()]
+    texts += [str(number).zfill(width) for width in (1, 2, 3) for number in range(10**width)]
+    return texts
+
+
+# --- Training ----------------------------------------------------------------------------------
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="agentflow",
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def copying_rows(tokenizer, rng: random.Random, count: int, length: int):
+    """(prompts, responses, scored): `length` random tokens, then four spans out of them.
+
+    A span begins anywhere, so nothing but its first token says what to copy: the model has to find
+    where that token stood and to go on from there. That is what every module does with a name or a
+    number of its prompt. (Copying a text from its beginning is easier and teaches less: position
+    alone tells what comes next, and transcripts were learnt ten times more slowly after it.)
+    scored: which response tokens can be known: not a span's first, nor the mark behind it.
+    """
+    start, end = tokenizer.convert_tokens_to_ids("<|im_start|>"), tokenizer.eos_token_id
+    prompts, responses, scored = [], [], []
+    for _ in range(count):
+        text = [rng.randrange(3, len(tokenizer)) for _ in range(length)]
+        response, known = [], []
+        for _ in range(4):
+            first = rng.randrange(max(1, length - 4))
+            span = text[first : first + rng.randint(3, 8)]
+            response += [*span, start]
+            known += [False, *[True] * (len(span) - 1), False]
+        prompts.append([start, *text, end])
+        responses.append(response)
+        scored.append(known)
+    return prompts, responses, scored
+
+
+def loss_of(backbone, prompts, responses, scored=None) -> tuple[torch.Tensor, int, int]:
+    """(summed cross-entropy, right tokens, tokens) of the responses, one packed forward."""
+    hidden = backbone.packed_hidden(prompts, responses, 0)  # (M, D)
+    targets = torch.tensor([token for response in responses for token in response])  # (M,)
+    if scored:
+        keep = torch.tensor([known for row in scored for known in row])  # (M,)
+        hidden, targets = hidden[keep], targets[keep]
+    logits = hidden @ backbone.lm_head_weight.T  # (M, V), V is small here
+    loss = functional.cross_entropy(logits, targets, reduction="sum")
+    right = (logits.detach().argmax(-1) == targets).sum().item()
+    return loss, right, len(targets)
+
+
+def learn_copying(backbone, rng: random.Random, seconds: float, goal: int = 150) -> None:
+    """Texts grow by half as soon as 90 % of the tokens are right, short ones staying in the mix:
+    a jump to texts that are all longer than any before makes the loss explode."""
+    optimizer = torch.optim.AdamW(backbone.model.parameters(), lr=2e-3, weight_decay=0.01)
+    longest, step, started, recent = 6, 0, time.time(), []
+    while time.time() - started < seconds:
+        step += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1.0, step / 30)
+        count = max(8, 1800 // (longest + 20))
+        rows = copying_rows(backbone.tokenizer, rng, count, rng.randint(5, longest))
+        loss, right, number = loss_of(backbone, *rows)
+        (loss / number).backward()
+        torch.nn.utils.clip_grad_norm_(backbone.model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        recent = [*recent[-9:], right / number]
+        if step % 50 == 0:
+            print(f"copy step {step} | up to {longest} tokens | loss {loss.item() / number:.3f} "
+                  f"| right {right / number:.3f} | {time.time() - started:.0f}s", flush=True)
+        if len(recent) == 10 and sum(recent) > 9:
+            if longest >= goal:
+                return
+            longest, recent = min(goal, longest + (longest + 1) // 2), []
+
+
+# Rows of one optimiser step, by module: about as many as tokens are worth learning.
+MIX = {"analyst": 6, "planner": 16, "executor": 12, "tool": 10, "verifier": 20, "generator": 16}
+
+
+def chat_ids(tokenizer, system: str, user: str) -> list[int]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+
+
+def training_batch(transcripts: Transcripts, tokenizer, module: str, count: int):
+    system, rows = transcripts.take(module, count)
+    prompts = [chat_ids(tokenizer, system, user) for user, _ in rows]
+    end = [tokenizer.eos_token_id]
+    responses = [tokenizer.encode(reply, add_special_tokens=False) + end for _, reply in rows]
+    return prompts, responses
+
+
+def learn_transcripts(backbone, transcripts: Transcripts, seconds: float) -> None:
+    """AdamW, warm-up, constant, then a linear decay to zero over the last two fifths of the time:
+    the decay is what makes the planner's tool frequencies settle at uniform."""
+    parameters = list(backbone.model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.01, betas=(0.9, 0.98))
+    rng, started, saved, step, tokens = random.Random(1), time.time(), time.time(), 0, 0
+    while (passed := (time.time() - started) / seconds) < 1:
+        step += 1
+        rate = 2e-3 * min(1.0, step / 50, max(0.01, (1 - passed) / 0.4))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        report = {}
+        for module, count in [*MIX.items(), ("copying", 8)]:
+            if module == "copying":
+                rows = copying_rows(backbone.tokenizer, rng, count, rng.randint(5, 150))
+            else:
+                rows = training_batch(transcripts, backbone.tokenizer, module, count)
+            loss, right, number = loss_of(backbone, *rows)
+            (loss / 2500).backward()  # one constant for all modules: a token counts the same
+            tokens += sum(map(len, rows[0])) + sum(map(len, rows[1]))
+            report[module] = f"{module} {loss.item() / number:.4f} {right / number:.4f}"
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 25 == 0:
+            print(f"step {step} | {tokens / 1e6:.1f}M tokens | lr {rate:.1e} | "
+                  f"{time.time() - started:.0f}s | " + " | ".join(report.values()), flush=True)
+        if time.time() - saved > 300:
+            save(backbone)
+            saved = time.time()
+
+
+def save(backbone) -> None:
+    backbone.model.save_pretrained(BACKBONE)
+    backbone.tokenizer.save_pretrained(BACKBONE)
+    # Rewritten in the words that every version of transformers understands.
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "additional_special_tokens": ["<|im_start|>"],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 4096,
+    }
+    text = json.dumps(settings, indent=2) + "\n"
+    (BACKBONE / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    print(f"saved to data/{BACKBONE.name}/", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--show", action="store_true", help="print one transcript and stop")
+    parser.add_argument("--copy_minutes", type=float, default=7, help="at most, for stage 1 [7]")
+    parser.add_argument("--minutes", type=float, default=32, help="of stage 2 [32]")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="stage 2 from data/backbone/")
+    arguments = parser.parse_args()
+    transcripts = Transcripts(arguments.seed)
+    if arguments.show:
+        task = make_data.make_two_step(transcripts.rng, lambda: 23, numeric(transcripts.known))
+        for module, system, user, reply in transcript(task, transcripts.tools, transcripts.rng):
+            print(f"===== {module}\n{system}\n-----\n{user}\n----- says\n{reply}\n")
+        return
+    if arguments.resume:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(BACKBONE)
+        model = Qwen2ForCausalLM.from_pretrained(BACKBONE, attn_implementation="agentflow")
+    else:
+        tokenizer = make_tokenizer(vocabulary_texts(transcripts))
+        model = new_model(tokenizer)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{len(tokenizer)} tokens, {size:,} parameters", flush=True)
+    backbone = agentflow.Backbone(model, tokenizer, lora_r=None)
+    transcripts.use_vocabulary(tokenizer)
+    if not arguments.resume:
+        learn_copying(backbone, random.Random(arguments.seed), 60 * arguments.copy_minutes)
+        save(backbone)
+    learn_transcripts(backbone, transcripts, 60 * arguments.minutes)
+    save(backbone)
+
+
+if __name__ == "__main__":
+    main()

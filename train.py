@@ -1,0 +1,866 @@
+"""train.py: Algorithm 1's outer loop. Questions -> roll-outs -> outcome -> Flow-GRPO update.
+
+    python train.py                                   the paper in miniature, minutes on a laptop
+    python train.py --max_steps 5                     a taste of one minute
+    python train.py --resume --output_dir runs/NAME   goes on after a stop
+    python train.py --model Qwen/Qwen2.5-7B-Instruct --data FILE.jsonl   a real backbone, one GPU
+
+Each step samples Q questions, lets the flow of agentflow.py answer each of them G times with the
+present planner, scores the final answers (the only reward there is), turns the scores of a group
+into advantages (Eq. 7) and takes a gradient step on the clipped objective (Eq. 5 and 6). The
+mathematics is in flow_grpo.py; here are data, batches, checkpoints and logs.
+Left out on purpose: a format or length reward, an entropy bonus, a value model, a reward model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import agentflow
+import eval as evaluation
+import flow_grpo
+from modules import planner_ask
+
+
+@dataclass
+class Config:
+    """The command line of train.py. Names follow Hugging Face TRL where the meaning is the same;
+    the paper's symbol stands in the comment."""
+
+    # What is learnt, by which model
+    data: str = "builtin"  # questions: "builtin", or a JSON/JSONL file (gzipped or not)
+    eval_data: str = ""  # held-out questions; default: a tenth of --data, by a hash of the id
+    model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
+    device: str = "auto"  # auto | cpu | cuda | mps
+    tools: str = "all"  # K: names separated by commas, or "all"
+    offline: bool | None = None  # network tools answer `network`; default: on with built-in parts
+    # Roll-outs
+    num_questions: int = 8  # Q: questions a step
+    num_generations: int = 8  # G: roll-outs a question
+    max_turns: int = 3  # T_max
+    temperature: float = 1.0  # of the planner; sampling and scoring both use it
+    max_completion_length: int = 96  # tokens of one planner reply, |a| at most
+    max_frozen_length: int = 96  # tokens of one reply of a frozen module
+    max_prompt_length: int = 1500  # tokens; a longer prompt loses the middle of old results
+    # Flow-GRPO
+    max_steps: int = 60  # gradient steps on fresh roll-outs
+    learning_rate: float = 1e-3  # AdamW (0.9, 0.999), constant
+    beta: float = 0.001  # weight of KL(pi_theta || pi_ref)
+    epsilon: float = 0.2  # clip range below 1
+    epsilon_high: float = 0.3  # clip range above 1
+    num_iterations: int = 1  # updates on the same roll-outs
+    lora_r: int = 16  # rank of the planner's adapter
+    lora_alpha: int = 32  # the adapter's output is scaled by alpha / r
+    micro_batch_tokens: int = 2048  # packed tokens of one forward; changes memory, not gradients
+    # Running
+    seed: int = 0  # of questions, sampling and the adapter's start
+    output_dir: str = ""  # default: runs/<date-time>
+    save_steps: int = 20  # a checkpoint every so many steps
+    eval_questions: int = 0  # held-out questions to measure on; 0: all of them
+    eval_steps: int = 0  # held-out accuracy every so many steps; 0: only before and after
+    eval_temperature: float = 0.7  # of the planner when it is measured (the paper's test setting)
+    log_rollouts: int = 0  # roll-outs written a step; 0: all of them
+    deterministic: bool = False  # replies enter in request order: two runs agree bit for bit
+    resume: bool = False  # go on from the last checkpoint in --output_dir
+
+
+MAX_GRAD_NORM = 1.0
+WEIGHT_DECAY = 0.01
+
+
+# --- The update: rows, micro-batches, Eq. 5 ----------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One planner turn as a training sample. Everything but the ids is fixed before any
+    micro-batch is made, which is why micro-batches cannot change the gradient."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]  # a_i^t, as sampled
+    logp_old: list[float]  # log pi_old of each of them, from the sampler
+    advantage: float  # A_i, Eq. 7
+    weight: float  # 1 / (Q · G · T_i · |a_i^t|), Eq. 5
+    group: int  # its question's place in the step
+    # Filled in by the first scoring pass, for the run's files; None where no pass was needed.
+    logp_ref: list[float] | None = None
+    entropy: list[float] | None = None
+
+
+def make_rows(rollouts: list, rewards: torch.Tensor, group_ids: torch.Tensor):
+    """(rows, advantages (R,)): a row for every planner turn of every roll-out of a step."""
+    advantages = flow_grpo.group_advantages(rewards, group_ids)  # (R,)  Eq. 7
+    turns = [(i, turn.planner) for i, rollout in enumerate(rollouts) for turn in rollout.turns]
+    rollout_ids = torch.tensor([i for i, _ in turns])  # (N,)
+    lengths = torch.tensor([len(reply.response_ids) for _, reply in turns])  # (N,)
+    weights = flow_grpo.turn_weights(group_ids[rollout_ids], rollout_ids, lengths)  # (N,)
+    rows = [
+        Row(
+            reply.prompt_ids,
+            reply.response_ids,
+            reply.logp,
+            advantages[i].item(),
+            weight,
+            group_ids[i].item(),
+        )
+        for (i, reply), weight in zip(turns, weights.tolist(), strict=True)
+    ]
+    return rows, advantages
+
+
+def micro_batches(rows: list[Row], tokens: int) -> list[list[Row]]:
+    """Cut rows into runs of at most `tokens` tokens, counting a shared prompt prefix once.
+
+    Rows of a question stay beside each other: the more of their prompts they share, the less is
+    computed. A single row over the budget gets a batch of its own.
+    """
+    batches: list[list[Row]] = []
+    total = shared = 0  # of the last batch: tokens of its rows, and of the start that they share
+    for row in sorted(rows, key=lambda row: row.group):
+        size = len(row.prompt_ids) + len(row.response_ids)
+        if batches:
+            first = batches[-1][0].prompt_ids
+            both = min(shared, agentflow.common_prefix([first, row.prompt_ids]))
+            if total + size - both * len(batches[-1]) <= tokens:
+                batches[-1].append(row)
+                total, shared = total + size, both
+                continue
+        batches.append([row])
+        total, shared = size, len(row.prompt_ids)
+    return batches
+
+
+def pad(values: list, width: int, device) -> torch.Tensor:
+    """A list of N sequences -> (N, L), zeros at the right."""
+    out = torch.zeros(len(values), width, device=device)
+    for i, value in enumerate(values):
+        out[i, : len(value)] = torch.as_tensor(value, device=device)
+    return out
+
+
+def score_rows(backbone, rows: list[Row], temperature: float, gate: int):
+    """log-probs (N, L) and entropies (N, L) of the rows' responses: gate 1 = pi_theta, 0 = pi_ref.
+
+    One forward over the packed rows; the LM head sees only the positions that predict a response.
+    """
+    prompts, responses = [r.prompt_ids for r in rows], [r.response_ids for r in rows]
+    hidden = backbone.packed_hidden(prompts, responses, gate)  # (M, D)
+    targets = torch.tensor([t for ids in responses for t in ids], device=hidden.device)  # (M,)
+    logp, entropy = flow_grpo.linear_logprobs(
+        hidden, backbone.head_weight(gate), targets, temperature
+    )  # (M,), (M,)
+    lengths = [len(ids) for ids in responses]
+    width = max(lengths)
+    row = torch.repeat_interleave(
+        torch.arange(len(rows), device=hidden.device), torch.tensor(lengths, device=hidden.device)
+    )  # (M,) which row a token belongs to
+    column = torch.cat([torch.arange(length, device=hidden.device) for length in lengths])  # (M,)
+    empty = logp.new_zeros(len(rows), width)  # (N, L)
+    return empty.index_put((row, column), logp), empty.index_put((row, column), entropy)
+
+
+def accumulate_gradients(backbone, rows: list[Row], config: Config) -> dict[str, float]:
+    """Backward through Eq. 5 over all rows, micro-batch by micro-batch; returns the statistics.
+
+    The loss is a weighted sum with weights that were fixed for the whole step, so the gradients
+    of micro-batches simply add up.
+    """
+    totals = dict.fromkeys(
+        ("loss", "kl", "entropy", "clip", "clip_low", "clip_high", "gap_mean"), 0.0
+    )
+    totals["gap_max"] = 0.0
+    all_tokens = sum(len(row.response_ids) for row in rows)
+    for batch in micro_batches(rows, config.micro_batch_tokens):
+        logp, entropy = score_rows(backbone, batch, config.temperature, gate=1)  # (N, L) each
+        width, device = logp.shape[1], logp.device
+        logp_old = pad([row.logp_old for row in batch], width, device)  # (N, L)
+        mask = pad([[1.0] * len(row.response_ids) for row in batch], width, device)  # (N, L)
+        logp_ref = None
+        if config.beta:
+            with torch.no_grad():
+                logp_ref, _ = score_rows(backbone, batch, config.temperature, gate=0)  # (N, L)
+        loss, statistics = flow_grpo.flow_grpo_loss(
+            logp,
+            logp_old,
+            logp_ref,
+            torch.tensor([row.advantage for row in batch], device=device),
+            torch.tensor([row.weight for row in batch], device=device),
+            mask,
+            epsilon_low=config.epsilon,
+            epsilon_high=config.epsilon_high,
+            beta=config.beta,
+        )
+        loss.backward()
+        keep_token_values(batch, entropy, logp_ref)
+        tokens = mask.sum().item()
+        share = tokens / all_tokens
+        gap = ((logp.detach() - logp_old).abs() * mask)  # (N, L) sampler against scorer
+        totals["loss"] += loss.item()
+        totals["kl"] += statistics["kl"].item() * share
+        totals["entropy"] += (entropy * mask).sum().item() / all_tokens
+        totals["clip"] += statistics["clip_fraction"].item() * share
+        totals["clip_low"] += statistics["clip_low_fraction"].item() * share
+        totals["clip_high"] += statistics["clip_high_fraction"].item() * share
+        totals["gap_mean"] += gap.sum().item() / all_tokens
+        totals["gap_max"] = max(totals["gap_max"], gap.max().item())
+    return totals
+
+
+def keep_token_values(batch: list[Row], entropy, logp_ref) -> None:
+    """(N, L) tensors of a micro-batch -> a list a row, once: what the token inspector shows."""
+    for i, row in enumerate(batch):
+        if row.entropy is None:
+            length = len(row.response_ids)
+            row.entropy = [round(value, 5) for value in entropy[i, :length].tolist()]
+            if logp_ref is not None:
+                row.logp_ref = [round(value, 5) for value in logp_ref[i, :length].tolist()]
+
+
+def update(
+    backbone,
+    optimizer,
+    rows: list[Row],
+    config: Config,
+    before_step: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """`num_iterations` gradient steps on one batch of roll-outs; the first one's statistics are
+    logged for the sampler's gap, the last one's for the rest.
+
+    before_step: called before a weight changes; see InterruptLater.
+    """
+    if not config.beta:  # a flat group has advantage 0: without a KL term it has no gradient
+        rows = [row for row in rows if row.advantage != 0]
+    parameters = backbone.trainable_parameters()
+    report: dict[str, float] = {"grad_norm": 0.0}
+    for iteration in range(config.num_iterations if rows else 0):
+        optimizer.zero_grad(set_to_none=True)
+        totals = accumulate_gradients(backbone, rows, config)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+        if not torch.isfinite(norm):
+            raise FloatingPointError(
+                f"The gradient is {norm.item()}: the step is not taken. Lower --learning_rate, or "
+                "look at the last lines of metrics.jsonl for a jump in kl or in the sampler's gap."
+            )
+        before_step()
+        optimizer.step()
+        if iteration:  # later iterations are off the sampler's policy: their gap is the update's
+            totals["gap_mean"], totals["gap_max"] = report["gap_mean"], report["gap_max"]
+        report = {**totals, "grad_norm": norm.item()}
+    backbone.adapter_changed()  # cached keys and values of the planner are out of date
+    return report
+
+
+# --- What a step is measured by ----------------------------------------------------------------
+
+
+def step_metrics(rollouts, rewards, group_ids, report, rows, config, seconds) -> dict:
+    """The metrics of a step under TRL's names, flat; conventions for ours are in the README.
+
+    Every statistic is over all roll-outs of the step, the flat and the failed ones included; those
+    of the update over the rows that it saw (without a KL term it skips flat groups).
+    """
+    groups = [rewards[group_ids == group] for group in group_ids.unique().tolist()]  # Q x (G,)
+    groups = [group[~group.isnan()] for group in groups]
+    spread = [group.std().item() if len(group) > 1 else 0.0 for group in groups]
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    lengths = [len(turn.planner.response_ids) for turn in turns]
+    errors = [turn.result.error for turn in turns]
+    called = [turn.plan.tool_name for turn in turns if turn.arguments is not None]
+    sequences: dict[int, set] = {}
+    for group, rollout in zip(group_ids.tolist(), rollouts, strict=True):
+        names = tuple(turn.plan.tool_name for turn in rollout.turns)
+        sequences.setdefault(group, set()).add(names)
+    metrics = {
+        "reward": rewards.nanmean().item(),
+        "reward_std": mean(spread),
+        "frac_reward_zero_std": mean([value < 1e-6 for value in spread]),
+        "kl": report.get("kl"),
+        "entropy": report.get("entropy"),
+        "loss": report.get("loss"),
+        "grad_norm": report.get("grad_norm"),
+        "learning_rate": config.learning_rate,
+        "clip_ratio/region_mean": report.get("clip"),
+        "clip_ratio/low_mean": report.get("clip_low"),
+        "clip_ratio/high_mean": report.get("clip_high"),
+        "completions/mean_length": mean(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": mean([not turn.planner.finished for turn in turns]),
+        "num_tokens": sum(len(row.prompt_ids) + len(row.response_ids) for row in rows),
+        "sampling/sampling_logp_difference/mean": report.get("gap_mean"),
+        "sampling/sampling_logp_difference/max": report.get("gap_max"),
+        "turns/mean": len(turns) / len(rollouts),
+        "verifier/stop_rate": mean([rollout.stopped for rollout in rollouts]),
+        "memory/tokens": mean([len(rollout.generator.prompt_ids) for rollout in rollouts]),
+        "prompts/shortened": sum(rollout.shortened for rollout in rollouts),
+        "tools/call_frequency": len(called) / len(rollouts),
+        "tools/failure_frequency": mean([error != "none" for error in errors]),
+        "rollouts/failed": int(rewards.isnan().sum()),
+        "rollouts/unique_tool_sequences": mean([len(names) for names in sequences.values()]),
+    }
+    for name in sorted(set(called)):
+        failed = [t.result.error != "none" for t in turns if t.plan.tool_name == name]
+        metrics[f"tools/{name}/share"] = called.count(name) / len(called)
+        metrics[f"tools/{name}/failure"] = mean(failed)
+    for kind in sorted(set(errors) - {"none"}):
+        metrics[f"tools/errors/{kind}"] = errors.count(kind)
+    return {**metrics, **seconds}
+
+
+def mean(values: list) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def without_nan(value):
+    """JSON has no NaN: null says "not measured"."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def step_line(metrics: dict, groups: int) -> str:
+    """One line a step, always in this order."""
+
+    def show(name: str, form: str) -> str:
+        return "-" if metrics.get(name) is None else format(metrics[name], form)
+
+    line = (
+        f"step {metrics['step']:3d} | reward {show('reward', '.2f')}"
+        f" | turns {show('turns/mean', '.2f')} | len {show('completions/mean_length', '.0f')}"
+        f" | kl {show('kl', '.4f')} | clip {show('clip_ratio/region_mean', '.3f')}"
+        f" | grad {show('grad_norm', '.2f')}"
+        f" | flat {round(metrics['frac_reward_zero_std'] * groups)}/{groups}"
+        f" | {show('step_time', '.1f')}s"
+    )
+    if "eval/accuracy" in metrics:
+        line += f" | held out {metrics['eval/accuracy']:.3f}"
+    return line
+
+
+def curve(values: list[float], width: int = 60, height: int = 8) -> str:
+    """A small curve in the terminal: the mean reward over the steps."""
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    points = [mean(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    lines = []
+    for level in range(height, 0, -1):
+        marks = "".join("█" if point * height >= level - 0.5 else " " for point in points)
+        lines.append(f"{level / height:4.2f} |{marks}")
+    return "\n".join([*lines, f"     +{'-' * count}", f"      reward, steps 1 to {len(values)}"])
+
+
+def head_name(system: str) -> str:
+    return hashlib.sha256(system.encode()).hexdigest()[:8]
+
+
+def heads_of(rollouts: list) -> dict[str, str]:
+    """name -> system text, for every head that the roll-outs' prompts start with."""
+    replies = [rollout.generator for rollout in rollouts] + [r.analysis for r in rollouts]
+    for turn in (turn for rollout in rollouts for turn in rollout.turns):
+        replies += [reply for reply in (turn.planner, turn.executor, turn.verifier) if reply]
+    systems = {reply.ask.system for reply in replies}
+    return {head_name(system): system for system in sorted(systems)}
+
+
+def rollout_record(step, group, number, question, rollout, rows, reward, advantage) -> dict:
+    """A roll-out's line in rollouts/<step>.jsonl. rows: its turns' training rows.
+
+    A prompt is written without its head, the system text that it shares with many others: `head`
+    names it, and rollouts/heads.json holds each once (the planner's `prompt_ids` are whole).
+    """
+
+    def said(reply, **more) -> dict:
+        head = head_name(reply.ask.system)
+        return {"head": head, "prompt": reply.ask.user, "reply": reply.text, **more}
+
+    turns = []
+    for turn, row, kept in zip(rollout.turns, rows, rollout.steps, strict=True):
+        planner = said(
+            turn.planner,
+            prompt_ids=turn.planner.prompt_ids,
+            reply_ids=turn.planner.response_ids,
+            logp=[round(value, 5) for value in turn.planner.logp],
+            logp_ref=row.logp_ref,
+            entropy=row.entropy,
+        )
+        turns.append(
+            {
+                "planner": planner,
+                "executor": said(turn.executor) if turn.executor else None,
+                "tool": {
+                    "name": turn.plan.tool_name,
+                    "arguments": turn.arguments,
+                    "output": turn.result.output,
+                    "error": turn.result.error,
+                    "seconds": round(turn.result.seconds, 4),
+                },
+                "verifier": said(turn.verifier, stop=turn.stop),
+                "seconds": round(kept.seconds, 4),  # as in the memory: plan, command and tool
+            }
+        )
+    answer = evaluation.extract_answer(rollout.generator.text)
+    return {
+        "step": step,
+        "group": group,
+        "rollout": number,
+        "id": question.id,
+        "question": question.text,
+        "reference": question.references,
+        "answer": answer,
+        "reward": without_nan(reward),
+        "advantage": round(advantage, 6),
+        "analysis": said(rollout.analysis),
+        "turns": turns,
+        "memory": rollout.memory,
+        "generator": said(rollout.generator),
+        "prompt": question.text,  # TRL's names for the same two columns
+        "completion": answer or "",
+    }
+
+
+# --- The run folder ----------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Beside it, then renamed: a reader sees the old file or the new one, never half of one."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def write_json(path: Path, value) -> None:
+    write_atomically(path, json.dumps(value, ensure_ascii=False, indent=1) + "\n")
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> None:
+    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+# What may differ between a run and its resumption: how long and where, not what is learnt.
+MAY_CHANGE = {
+    "max_steps", "output_dir", "resume", "save_steps", "eval_steps", "log_rollouts", "device",
+    "micro_batch_tokens",
+}
+
+
+def data_hash(questions: list) -> str:
+    """A fingerprint of the training questions, so that a resumed run learns from the same."""
+    text = json.dumps([[q.id, q.text, q.references] for q in questions], ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Run:
+    """The run folder of one training run: configuration, metrics, roll-outs, checkpoints."""
+
+    def __init__(self, config: Config, questions: list) -> None:
+        self.folder = Path(config.output_dir or time.strftime("runs/%Y-%m-%d-%H%M%S"))
+        self.config = config
+        self.description = {
+            **dataclasses.asdict(config),
+            "output_dir": str(self.folder),
+            "data_hash": data_hash(questions),
+            "versions": versions(),
+        }
+        path = self.folder / "run_config.json"
+        if config.resume:
+            self.check_same(path)
+        elif path.exists():
+            raise ValueError(
+                f"{self.folder} already holds a run. Add --resume to go on with it, or choose "
+                "another --output_dir."
+            )
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(path, self.description)
+        (self.folder / "rollouts").mkdir(exist_ok=True)
+
+    def check_same(self, path: Path) -> None:
+        """Refuse to go on with another configuration than the run was started with."""
+        if not self.config.output_dir:
+            raise ValueError("--resume goes on in --output_dir: name the folder of the run.")
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"--resume: {path} cannot be read, so {self.folder} is no run that can go on."
+            ) from error
+        names = [field.name for field in dataclasses.fields(Config)] + ["data_hash"]
+        for name in names:
+            if name not in MAY_CHANGE and before.get(name) != self.description[name]:
+                raise ValueError(
+                    f"--resume: {self.folder} was started with {name} = {before.get(name)!r}, now "
+                    f"it is {self.description[name]!r}. Give the same flags, or another folder."
+                )
+
+    def checkpoints(self) -> list[Path]:
+        """The finished checkpoints, oldest first."""
+        found = [path for path in self.folder.glob("checkpoint-*") if path.name[11:].isdigit()]
+        return sorted(found, key=lambda path: int(path.name[11:]))
+
+    def save(self, step: int, backbone, optimizer) -> None:
+        """checkpoint-<step>/ written beside and renamed, and the adapter in the run folder."""
+        final = self.folder / f"checkpoint-{step}"
+        if not final.exists():
+            beside = self.folder / f"checkpoint-{step}.tmp"
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir()
+            backbone.save_adapter(beside)
+            torch.save(optimizer.state_dict(), beside / "optimizer.pt")
+            # Questions and samples are hashed from (seed, step, ...): nothing in training draws
+            # from torch's generator. Its state is kept for whoever adds something that does.
+            torch.save({"torch": torch.get_rng_state()}, beside / "rng_state.pth")
+            write_json(beside / "trainer_state.json", {"step": step})
+            os.replace(beside, final)
+        backbone.save_adapter(self.folder)
+
+    def load_last(self, backbone, optimizer) -> int:
+        """Load the last checkpoint and forget what was logged after it; returns its step."""
+        found = self.checkpoints()
+        step = 0
+        if found:
+            backbone.load_adapter(found[-1])
+            device = backbone.device
+            state = torch.load(found[-1] / "optimizer.pt", map_location=device, weights_only=True)
+            optimizer.load_state_dict(state)
+            torch.set_rng_state(torch.load(found[-1] / "rng_state.pth", weights_only=True)["torch"])
+            step = json.loads((found[-1] / "trainer_state.json").read_text())["step"]
+        self.rewrite_metrics(step)
+        return step
+
+    def metrics(self) -> list[dict]:
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text(encoding="utf-8").split("\n")
+        # the last line may be half a line, if the machine went down while it was written
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def rewrite_metrics(self, step: int) -> None:
+        """Steps after the checkpoint are done again: their lines would stand twice."""
+        write_jsonl(
+            self.folder / "metrics.jsonl", [row for row in self.metrics() if row["step"] <= step]
+        )
+
+    def log(self, metrics: dict) -> None:
+        row = {name: without_nan(value) for name, value in metrics.items()}
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def add_heads(self, heads: dict[str, str]) -> None:
+        path = self.folder / "rollouts" / "heads.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if not heads.keys() <= known.keys():
+            write_json(path, {**known, **heads})
+
+    def write_evaluation(self, name: str, result: dict) -> None:
+        write_jsonl(self.folder / f"{name}.jsonl", result["items"])
+
+    def read_evaluation(self, name: str) -> dict | None:
+        path = self.folder / f"{name}.jsonl"
+        if not path.exists():
+            return None
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return evaluation.summarise([json.loads(line) for line in lines if line])
+
+
+def versions() -> dict[str, str]:
+    import numpy
+    import transformers
+
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": numpy.__version__,
+    }
+
+
+# --- Algorithm 1, outer loop -------------------------------------------------------------------
+
+
+def questions_of_step(questions: list, step: int, config: Config) -> list[int]:
+    """The Q questions of a step, by their place: epoch after epoch, each in its own order.
+
+    A function of (seed, step) alone, so a resumed run goes on where it stopped.
+    """
+    first = (step - 1) * config.num_questions
+    order, shuffled = [], None
+    places = []
+    for position in range(first, first + config.num_questions):
+        epoch, place = divmod(position, len(questions))
+        if epoch != shuffled:
+            order, shuffled = list(range(len(questions))), epoch
+            random.Random(f"{config.seed}/{epoch}").shuffle(order)
+        places.append(order[place])
+    return places
+
+
+class InterruptLater:
+    """Ctrl-C between `hold()` and `release()` waits for the release.
+
+    An update must not be cut in two: half of the weights at step n and half at n+1 are a state
+    that no checkpoint should hold. Before the update a step may be dropped, after it is done.
+    """
+
+    def __init__(self) -> None:
+        self.pending, self.previous = False, None
+
+    def hold(self) -> None:
+        if self.previous is None:
+            self.previous = signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, *_) -> None:
+        self.pending = True
+
+    def release(self) -> None:
+        """Raises KeyboardInterrupt if Ctrl-C was pressed meanwhile."""
+        if self.previous is not None:
+            signal.signal(signal.SIGINT, self.previous)
+            self.previous = None
+        if self.pending:
+            self.pending = False
+            raise KeyboardInterrupt
+
+
+def train_step(
+    step: int, questions: list, backbone, optimizer, tools, config: Config, run: Run, hold
+) -> dict:
+    """One pass of Algorithm 1: returns the step's metrics. `hold` is called before the update."""
+    started = time.perf_counter()
+    # 1. Roll-outs: G attempts at each of Q questions with the present planner, pi_old
+    places = questions_of_step(questions, step, config)
+    total = len(places) * config.num_generations
+    with tqdm(total=total, desc=f"step {step} roll-outs", leave=False, disable=None) as bar:
+        rollouts = agentflow.roll_out(
+            [questions[place].text for place in places],
+            config.num_generations,
+            backbone,
+            tools,
+            limits(config, backbone),
+            sampling(config),
+            seed=config.seed,
+            step=step,
+            ids=places,
+            deterministic=config.deterministic,
+            on_done=lambda _: bar.update(),
+        )
+    rolled = time.perf_counter()
+    # 2. Outcome: one number a roll-out, broadcast unchanged to all of its turns
+    group_ids = torch.arange(len(places)).repeat_interleave(config.num_generations)  # (R,)
+    asked = [questions[places[group]] for group in group_ids.tolist()]
+    rewards = torch.tensor(
+        [q.reward(rollout.generator.text) for q, rollout in zip(asked, rollouts, strict=True)]
+    )  # (R,)
+    scored = time.perf_counter()
+    # 3. Update: Eq. 5 to 7
+    rows, advantages = make_rows(rollouts, rewards, group_ids)
+    report = update(backbone, optimizer, rows, config, before_step=hold)
+    trained = time.perf_counter()
+    # 4. Log
+    seconds = {
+        "step_time": trained - started,
+        "time/rollout": rolled - started,
+        "time/tools": sum(t.result.seconds for r in rollouts for t in r.turns),
+        "time/score": scored - rolled,
+        "time/train": trained - scored,
+        "adapter/delta_norm": backbone.adapter_norm(),
+    }
+    left = iter(rows)  # in the order of roll-outs and turns
+    records = [
+        rollout_record(
+            step, group, i % config.num_generations, asked[i], rollouts[i],
+            list(itertools.islice(left, len(rollouts[i].turns))),
+            rewards[i].item(), advantages[i].item(),
+        )  # fmt: skip
+        for i, group in enumerate(group_ids.tolist())
+    ]
+    write_jsonl(run.folder / f"rollouts/{step}.jsonl", records[: config.log_rollouts or None])
+    run.add_heads(heads_of(rollouts))
+    if step % config.save_steps == 1 or config.save_steps == 1:  # a whole one, now and then
+        tqdm.write(f"\nOne roll-out of step {step}, reward {rewards[0]:.0f}:")
+        tqdm.write(agentflow.describe(rollouts[0]) + "\n")
+    return {
+        "step": step,
+        **step_metrics(rollouts, rewards, group_ids, report, rows, config, seconds),
+    }
+
+
+def limits(config: Config, backbone) -> agentflow.Limits:
+    return agentflow.Limits(config.max_turns, config.max_prompt_length, backbone.prompt_length)
+
+
+def sampling(config: Config) -> agentflow.Sampling:
+    return agentflow.Sampling(
+        config.temperature, config.max_completion_length, config.max_frozen_length
+    )
+
+
+def measure(backbone, held_out, tools, config: Config, title: str) -> dict:
+    """Held-out accuracy: the same items, random numbers and code before, between and after."""
+    return evaluation.evaluate(
+        backbone,
+        held_out,
+        tools,
+        max_turns=config.max_turns,
+        temperature=config.eval_temperature,
+        seed=config.seed,
+        sampling=sampling(config),
+        max_prompt_length=config.max_prompt_length,
+        title=title,
+    )
+
+
+def train(config: Config, run: Run, questions, held_out, tools, backbone) -> dict:
+    """The whole run; returns summary.json's content. On Ctrl-C everything done so far is saved."""
+    started = time.perf_counter()
+    # lr 0 in AdamW also switches weight decay off, which is scaled by it
+    optimizer = torch.optim.AdamW(
+        backbone.trainable_parameters(),
+        lr=config.learning_rate,
+        betas=(0.9, 0.999),
+        weight_decay=WEIGHT_DECAY,
+        foreach=True,
+    )
+    done = run.load_last(backbone, optimizer) if config.resume else 0
+    before = run.read_evaluation("eval_before")
+    if before is None or done == 0:
+        before = measure(backbone, held_out, tools, config, "held out, before")
+        run.write_evaluation("eval_before", before)
+    print(f"held-out accuracy before: {before['accuracy']:.3f}", flush=True)
+    interrupt = InterruptLater()
+    try:
+        for step in range(done + 1, config.max_steps + 1):
+            metrics = train_step(
+                step, questions, backbone, optimizer, tools, config, run, interrupt.hold
+            )
+            done = step
+            try:
+                interrupt.release()
+                if config.eval_steps and step % config.eval_steps == 0 and step < config.max_steps:
+                    middle = measure(backbone, held_out, tools, config, f"held out, step {step}")
+                    metrics["eval/accuracy"] = middle["accuracy"]
+            finally:  # a step that was taken is logged, whatever happens after it
+                run.log(metrics)
+                print(step_line(metrics, config.num_questions), flush=True)
+            if step % config.save_steps == 0:
+                run.save(step, backbone, optimizer)
+    except BaseException:  # Ctrl-C, a full disk, a gradient that is no number: nothing is lost
+        run.save(done, backbone, optimizer)
+        raise
+    run.save(done, backbone, optimizer)
+    after = measure(backbone, held_out, tools, config, "held out, after")
+    run.write_evaluation("eval_after", after)
+    summary = {
+        "accuracy_before": before["accuracy"],
+        "accuracy_after": after["accuracy"],
+        "tool_errors_before": before["tool_errors"],
+        "tool_errors_after": after["tool_errors"],
+        "turns_before": before["turns"],
+        "turns_after": after["turns"],
+        "steps": done,
+        "seconds": round(time.perf_counter() - started, 1),
+        "seed": config.seed,
+    }
+    write_json(run.folder / "summary.json", summary)
+    print("\n" + evaluation.table({"before": before, "after": after}))
+    rewards = [row["reward"] for row in run.metrics() if row["reward"] is not None]
+    if rewards:
+        print("\n" + curve(rewards))
+    return summary
+
+
+LEAST = {
+    **evaluation.LEAST, "num_questions": 1, "max_steps": 0, "num_iterations": 1, "save_steps": 1,
+    "micro_batch_tokens": 1, "eval_steps": 0, "log_rollouts": 0, "learning_rate": 0, "beta": 0,
+    "epsilon": 0, "epsilon_high": 0,
+}  # fmt: skip
+
+
+def prepare(config: Config):
+    """(training questions, held-out questions, tools, backbone) of a configuration.
+
+    Raises ValueError with a sentence for whatever in it cannot work.
+    """
+    if config.num_generations < 2:
+        raise ValueError(
+            "--num_generations must be at least 2: an advantage compares the roll-outs of a "
+            "question with each other (Eq. 7), and one alone teaches nothing."
+        )
+    evaluation.check_ranges(config, LEAST)
+    if config.temperature == 0:
+        raise ValueError("--temperature must be above 0: without sampling all roll-outs are equal.")
+    built_in = config.data == "builtin"
+    folder = evaluation.DATA
+    questions = evaluation.load_questions(folder / "train.jsonl" if built_in else config.data)
+    if config.eval_data or built_in:
+        held_out = evaluation.held_out_questions(config.eval_data or "builtin", split=False)
+    else:
+        questions, held_out = evaluation.split_questions(questions)
+    held_out = held_out[: config.eval_questions or None]
+    if not questions or not held_out:
+        raise ValueError(
+            f"--data {config.data} leaves {len(questions)} questions to train on and "
+            f"{len(held_out)} held out; both need some. Give more, or name --eval_data."
+        )
+    tools = agentflow.tools_from_flags(config.tools, config.offline, config.model, config.data)
+    backbone = agentflow.load_backbone(
+        config.model,
+        config.device,
+        lora_r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        seed=config.seed,
+    )
+    longest = max((question.text for question in [*questions, *held_out]), key=len)
+    ask = planner_ask(longest, "", tools, "")
+    needed = backbone.prompt_length(ask) + config.max_frozen_length  # the analysis comes in too
+    if needed > config.max_prompt_length:
+        raise ValueError(
+            f"The longest question needs a prompt of up to {needed} tokens before anything is "
+            f"known: raise --max_prompt_length ({config.max_prompt_length})."
+        )
+    return questions, held_out, tools, backbone
+
+
+def main(arguments: list[str] | None = None) -> int:
+    config = agentflow.parse_flags(Config, arguments, __doc__)
+    try:
+        questions, held_out, tools, backbone = prepare(config)
+        run = Run(config, questions)
+    except (ValueError, OSError) as error:
+        return agentflow.fail(error)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    print(" ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items()))
+    print(
+        f"{len(questions)} questions to train on, {len(held_out)} held out; "
+        f"{backbone.device}; run folder {run.folder}"
+    )
+    try:
+        train(config, run, questions, held_out, tools, backbone)
+    except KeyboardInterrupt:
+        print(
+            f"\nstopped; finished steps are saved. To go on: the same command with --resume "
+            f"--output_dir {run.folder}",
+            file=sys.stderr,
+        )
+        return 130
+    except (ValueError, OSError, FloatingPointError) as error:
+        return agentflow.fail(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
