@@ -1,6 +1,6 @@
 """agentflow.py: the flow, and one backbone that generates for all of its modules in one batch.
 
-    python agentflow.py "What is 23 times the atomic number of Iron?"    the flow, turn by turn
+    python agentflow.py "What is the group of the element Iron?"     the flow, turn by turn
 
 Paper: section 3 and Algorithm 1. Reading order: `flow` (one roll-out), `drive` (many at once), then
 what answers them. The planner pi_theta is the frozen backbone plus a LoRA adapter; executor,
@@ -1241,7 +1241,7 @@ class AskConfig:
     """The command line of agentflow.py."""
 
     # One question, answered by which model
-    question: str = "What is 23 times the atomic number of Iron?"  # what to answer
+    question: str = "What is 23 times the atomic number of the element Iron?"  # what to answer
     adapter: str = ""  # a run folder or checkpoint with an adapter; default: the untrained planner
     model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
     device: str = "auto"  # auto | cpu | cuda | mps

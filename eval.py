@@ -386,8 +386,8 @@ def evaluate(
     """One roll-out a question: {"accuracy", "tool_errors", "turns", "tools", "kinds", "items"}.
 
     The frozen modules are greedy, the planner samples at `temperature`; a token's random number
-    depends on seed and question alone, and replies enter in order. So the same weights give the
-    same numbers again, before and after a training run and in `python eval.py`.
+    depends on the seed and the question's place in the list, and replies enter in order. So the
+    same weights give the same numbers again, in a training run and in `python eval.py`.
     Every question counts: one without an answer scores 0 and stays in the denominator.
     """
     sampling = dataclasses.replace(sampling or agentflow.Sampling(), temperature=temperature)
@@ -413,7 +413,7 @@ def evaluate(
                 "id": question.id,
                 "question": question.text,
                 "reference": question.references,
-                "answer": extract_answer(response) or "",
+                "answer": extract_answer(response) or response.strip(),  # what was scored
                 "score": question.reward(response),
                 "kind": question.kind,
                 "tools": [turn.plan.tool_name for turn in rollout.turns],

@@ -32,12 +32,12 @@ class Step:
 
     turn: int  # t, from 1
     sub_goal: str  # from a^t
-    tool_name: str  # from a^t; as the planner wrote it, even when no such tool exists
+    tool_name: str  # from a^t; "" when the plan named no tool that there is
     command: str  # from e^t: the call that the executor wrote, "" when nothing was run
     result: str  # from e^t: the tool's output, or the sentence that says what went wrong
     error: str = "none"  # the error signal: the kind of failure, "none" where all is well
     stop: bool | None = None  # v^t: True = STOP, False = CONTINUE, None = not judged yet
-    seconds: float = 0.0  # the turn's time; recorded, never rendered
+    seconds: float = 0.0  # for plan, command and tool; recorded, never rendered
 
     def render(self, max_result: int | None = None) -> str:
         """The step as text. The verdict is its last line, so concluding a step only appends."""
@@ -112,10 +112,10 @@ class Memory:
 if __name__ == "__main__":
     memory = Memory()
     memory.add(
-        sub_goal="Find the atomic number of Iron.",
+        sub_goal="Find the atomic number of the element Iron.",
         tool_name="Library_Search_Tool",
-        command='tool.execute(query="atomic number of Iron")',
-        result="[1] The atomic number of Iron is 26.",
+        command='tool.execute(query="atomic number of the element Iron")',
+        result="[1] The atomic number of the element Iron is 26.",
         seconds=0.1,
     )
     memory.conclude(stop=False)

@@ -411,7 +411,7 @@ def rollout_record(step, group, number, question, rollout, rows, reward, advanta
                 "seconds": round(kept.seconds, 4),  # as in the memory: plan, command and tool
             }
         )
-    answer = evaluation.extract_answer(rollout.generator.text)
+    answer = evaluation.extract_answer(rollout.generator.text) or rollout.generator.text.strip()
     return {
         "step": step,
         "group": group,
@@ -427,7 +427,7 @@ def rollout_record(step, group, number, question, rollout, rows, reward, advanta
         "memory": rollout.memory,
         "generator": said(rollout.generator),
         "prompt": question.text,  # TRL's names for the same two columns
-        "completion": answer or "",
+        "completion": answer,
     }
 
 
@@ -618,8 +618,12 @@ class InterruptLater:
     def __init__(self) -> None:
         self.pending, self.previous = False, None
 
+    @property
+    def holding(self) -> bool:
+        return self.previous is not None
+
     def hold(self) -> None:
-        if self.previous is None:
+        if not self.holding:
             self.previous = signal.signal(signal.SIGINT, self._note)
 
     def _note(self, *_) -> None:
@@ -627,7 +631,7 @@ class InterruptLater:
 
     def release(self) -> None:
         """Raises KeyboardInterrupt if Ctrl-C was pressed meanwhile."""
-        if self.previous is not None:
+        if self.holding:
             signal.signal(signal.SIGINT, self.previous)
             self.previous = None
         if self.pending:
@@ -740,7 +744,7 @@ def train(config: Config, run: Run, questions, held_out, tools, backbone) -> dic
         before = measure(backbone, held_out, tools, config, "held out, before")
         run.write_evaluation("eval_before", before)
     print(f"held-out accuracy before: {before['accuracy']:.3f}", flush=True)
-    interrupt = InterruptLater()
+    interrupt, step = InterruptLater(), done
     try:
         for step in range(done + 1, config.max_steps + 1):
             metrics = train_step(
@@ -758,6 +762,8 @@ def train(config: Config, run: Run, questions, held_out, tools, backbone) -> dic
             if step % config.save_steps == 0:
                 run.save(step, backbone, optimizer)
     except BaseException:  # Ctrl-C, a full disk, a gradient that is no number: nothing is lost
+        if interrupt.holding:  # the step failed after its update: the weights are this step's
+            done = step
         run.save(done, backbone, optimizer)
         raise
     run.save(done, backbone, optimizer)

@@ -35,7 +35,7 @@ ATTRIBUTES = {
 NUMERIC = [name for name in ATTRIBUTES if name != "symbol"]
 OPERATORS = {"plus": "+", "minus": "-", "times": "*"}
 
-# Every sixth element is held out: 19 of 118, spread over the periodic table.
+# Every sixth element is held out: 20 of 118, spread over the periodic table.
 HELD_OUT_ELEMENTS = range(4, 119, 6)
 
 
@@ -70,7 +70,7 @@ def facts(elements: list[dict]) -> list[tuple[str, str, str]]:
 
 
 def fact_sentence(attribute: str, name: str, value: str) -> str:
-    return f"The {attribute} of {name} is {value}."
+    return f"The {attribute} of the element {name} is {value}."
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Task:
 
 def make_lookup(fact: tuple[str, str, str]) -> Task:
     attribute, name, value = fact
-    return Task("lookup", f"What is the {attribute} of {name}?", value, fact)
+    return Task("lookup", f"What is the {attribute} of the element {name}?", value, fact)
 
 
 def calculate(code: str) -> str:
@@ -115,14 +115,14 @@ def make_arithmetic(rng: random.Random, operand) -> Task:
 
 
 def make_two_step(rng: random.Random, operand, number_facts) -> Task:
-    """A fact, then a calculation with it: 'What is 23 times the atomic number of Iron?'"""
+    """A fact, then a calculation: 'What is 23 times the atomic number of the element Iron?'"""
     fact = rng.choice(number_facts)
     attribute, name, value = fact
     operator, number = rng.choice(list(OPERATORS)), operand()
     fact_first = rng.random() < 0.5
     left, right = ("{}", str(number)) if fact_first else (str(number), "{}")
     words, code = f"{left} {operator} {right}", f"{left} {OPERATORS[operator]} {right}"
-    asked = words.format(f"the {attribute} of {name}")
+    asked = words.format(f"the {attribute} of the element {name}")
     answer = calculate(code.format(value))
     return Task("two-step", f"What is {asked}?", answer, fact, words, code)
 

@@ -8,10 +8,11 @@ No held-out element or operand is in any transcript; the names are seen in plain
 Most transcripts are about invented elements or invented facts: so the backbone has to read what
 the memory says, and learning the periodic table by heart does not help it.
 
-Stage 1  copying spans out of random texts, 6 tokens at first, half as long again when it works
+Stage 1  copying spans out of random texts, 8 tokens at first, half as long again when it works;
+         then the same behind the heads of real prompts
 Stage 2  transcripts of all modules, with copying rows in the mix
 
-Run:  python data/pretrain.py            (writes data/backbone/; a checkpoint every ten minutes)
+Run:  python data/pretrain.py            (writes data/backbone/; a checkpoint every five minutes)
       python data/pretrain.py --show     (prints one transcript)
 """
 
@@ -60,7 +61,7 @@ class RightAgent:
         self.find = self.fact = ""
         if task.fact:
             attribute, name, _ = task.fact
-            self.find = f"Find the {attribute} of {name}."
+            self.find = f"Find the {attribute} of the element {name}."
             self.fact = make_data.fact_sentence(*task.fact)
         self.calculate = f"Calculate {task.calculation()}." if task.words else ""
 
@@ -128,7 +129,7 @@ class RightAgent:
             return f'```python\nprint("{UNKNOWN}")\n```'
         for word, sign in make_data.OPERATORS.items():
             request = request.replace(word, sign)
-        return f"```python\nprint({request})\n```"
+        return f"```python\nprint( {request})\n```"  # a space before each number: see PIECE
 
 
 # --- Transcripts -------------------------------------------------------------------------------
@@ -144,9 +145,13 @@ class TrainingLibrary(Library_Search_Tool):
         self.use(None)
 
     def use(self, invented: list[tuple[str, str, str]] | None) -> None:
+        """Invented facts stand among the true ones, so that a search finds as many passages as it
+        does in a run; what is true of an element of that name is taken out."""
         self.passages, self.index = self.true_passages, self.true_index
         if invented:
-            self.passages = [make_data.fact_sentence(*fact) for fact in invented]
+            name = f"element {invented[0][1]} "
+            kept = [passage for passage in self.true_passages if name not in passage]
+            self.passages = [make_data.fact_sentence(*fact) for fact in invented] + kept
             self.index = BM25(self.passages)
 
 
@@ -269,6 +274,12 @@ class Transcripts:
         for module, system, user, reply in rows:
             self.rows[module][system].append((user, reply))
 
+    def heads(self) -> list[str]:
+        """The system texts of all modules."""
+        while len(self.rows) < 6:
+            self.add_flow()
+        return sorted(system for heads in self.rows.values() for system in heads)
+
     def use_vocabulary(self, tokenizer) -> None:
         """From now on any word that is one token may name an invented element, but for the
         held-out names and symbols."""
@@ -301,9 +312,10 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# A piece is a word with the space before it, up to three digits, a run of signs, or one white
-# space. So a name is one token wherever a space stands before it, and so is an operand.
-PIECE = r" ?[A-Za-z_]+|[0-9]{1,3}| ?[^\sA-Za-z_0-9]+|\s"
+# A piece is a word, up to three digits, or a run of signs, each with the space before it; or one
+# white space. So a name is one token wherever a space stands before it, and so is an operand; and
+# what stands before it is a word, by which a small model finds the place to copy from.
+PIECE = r" ?[A-Za-z_]+| ?[0-9]{1,3}| ?[^\sA-Za-z_0-9]+|\s"
 
 
 def spare_names(count: int = 700) -> list[str]:
@@ -362,6 +374,7 @@ def vocabulary_texts(transcripts: Transcripts) -> list[str]:
     texts += [f" {make_data.fact_sentence(*fact)}" for fact in facts]
     texts += [f" {name}" for name in spare_names()]
     texts += [str(number).zfill(width) for width in (1, 2, 3) for number in range(10**width)]
+    texts += [f" {number}" for number in range(1000)]
     return texts
 
 
@@ -388,26 +401,39 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def copying_rows(tokenizer, rng: random.Random, count: int, length: int):
+def copying_rows(tokenizer, rng: random.Random, count: int, length: int, system: str | None):
     """(prompts, responses, scored): `length` random tokens, then four spans out of them.
 
-    A span begins anywhere, so nothing but its first token says what to copy: the model has to find
-    where that token stood and to go on from there. That is what every module does with a name or a
+    A span begins anywhere, so nothing but its first tokens says what to copy: the model has to find
+    where they stood and to go on from there. That is what every module does with a name or a
     number of its prompt. (Copying a text from its beginning is easier and teaches less: position
-    alone tells what comes next, and transcripts were learnt ten times more slowly after it.)
-    scored: which response tokens can be known: not a span's first, nor the mark behind it.
+    alone tells what comes next.) A third of the longer texts use few different tokens, so that
+    one token back is not enough to find the place.
+    system: the head of a real prompt, before the random text as in a chat; None: the text alone. A
+    model that has copied without a head only cannot do it behind one.
+    scored: which response tokens can be known: not a span's first ones, nor the mark behind it.
     """
     start, end = tokenizer.convert_tokens_to_ids("<|im_start|>"), tokenizer.eos_token_id
+    before, after, mark = [start], [end], start
+    if system:
+        chat = chat_ids(tokenizer, system, "?")
+        place = max(i for i, token in enumerate(chat) if token == end) - 1  # where "?" stands
+        before, after, mark = chat[:place], chat[place + 1 :], chat[-1]
     prompts, responses, scored = [], [], []
-    for _ in range(count):
-        text = [rng.randrange(3, len(tokenizer)) for _ in range(length)]
+    for row in range(count):
+        few = length >= 24 and row % 3 == 2
+        tokens = [rng.randrange(3, len(tokenizer)) for _ in range(length)]
+        cue = 1
+        if few:
+            tokens, cue = tokens[: length // 3], 3
+        text = [rng.choice(tokens) for _ in range(length)] if few else tokens
         response, known = [], []
         for _ in range(4):
             first = rng.randrange(max(1, length - 4))
-            span = text[first : first + rng.randint(3, 8)]
-            response += [*span, start]
-            known += [False, *[True] * (len(span) - 1), False]
-        prompts.append([start, *text, end])
+            span = text[first : first + rng.randint(cue + 2, cue + 7)]
+            response += [*span, mark]
+            known += [*[False] * min(cue, len(span)), *[True] * (len(span) - cue), False]
+        prompts.append([*before, *text, *after])
         responses.append(response)
         scored.append(known)
     return prompts, responses, scored
@@ -426,17 +452,24 @@ def loss_of(backbone, prompts, responses, scored=None) -> tuple[torch.Tensor, in
     return loss, right, len(targets)
 
 
-def learn_copying(backbone, rng: random.Random, seconds: float, goal: int = 150) -> None:
+def new_optimizer(model) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01, betas=(0.9, 0.98))
+
+
+def learn_copying(
+    backbone, rng: random.Random, heads: list, longest: int, goal: int, seconds: float
+) -> None:
     """Texts grow by half as soon as 90 % of the tokens are right, short ones staying in the mix:
     a jump to texts that are all longer than any before makes the loss explode."""
-    optimizer = torch.optim.AdamW(backbone.model.parameters(), lr=2e-3, weight_decay=0.01)
-    longest, step, started, recent = 6, 0, time.time(), []
+    optimizer = new_optimizer(backbone.model)
+    step, started, recent = 0, time.time(), []
     while time.time() - started < seconds:
         step += 1
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1.0, step / 30)
         count = max(8, 1800 // (longest + 20))
-        rows = copying_rows(backbone.tokenizer, rng, count, rng.randint(5, longest))
+        length = rng.randint(6, longest)
+        rows = copying_rows(backbone.tokenizer, rng, count, length, rng.choice(heads))
         loss, right, number = loss_of(backbone, *rows)
         (loss / number).backward()
         torch.nn.utils.clip_grad_norm_(backbone.model.parameters(), 1.0)
@@ -446,14 +479,15 @@ def learn_copying(backbone, rng: random.Random, seconds: float, goal: int = 150)
         if step % 50 == 0:
             print(f"copy step {step} | up to {longest} tokens | loss {loss.item() / number:.3f} "
                   f"| right {right / number:.3f} | {time.time() - started:.0f}s", flush=True)
-        if len(recent) == 10 and sum(recent) > 9:
+        if len(recent) == 10 and sum(recent) > 8.8:
             if longest >= goal:
                 return
             longest, recent = min(goal, longest + (longest + 1) // 2), []
 
 
-# Rows of one optimiser step, by module: about as many as tokens are worth learning.
-MIX = {"analyst": 6, "planner": 16, "executor": 12, "tool": 10, "verifier": 20, "generator": 16}
+# Rows of one optimiser step, by module: many of the short ones that copy, few of the long ones
+# that are soon learnt (a verifier's prompt is the longest, and its reply one of a few).
+MIX = {"analyst": 10, "planner": 22, "executor": 12, "tool": 14, "verifier": 4, "generator": 12}
 
 
 def chat_ids(tokenizer, system: str, user: str) -> list[int]:
@@ -475,17 +509,20 @@ def learn_transcripts(backbone, transcripts: Transcripts, seconds: float) -> Non
     """AdamW, warm-up, constant, then a linear decay to zero over the last two fifths of the time:
     the decay is what makes the planner's tool frequencies settle at uniform."""
     parameters = list(backbone.model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.01, betas=(0.9, 0.98))
+    optimizer = new_optimizer(backbone.model)
     rng, started, saved, step, tokens = random.Random(1), time.time(), time.time(), 0, 0
+    heads = transcripts.heads()
     while (passed := (time.time() - started) / seconds) < 1:
         step += 1
-        rate = 2e-3 * min(1.0, step / 50, max(0.01, (1 - passed) / 0.4))
+        # Slowly at first: large gradients of new text would wash the copying away.
+        rate = 2e-3 * min(1.0, step / 100, max(0.01, (1 - passed) / 0.4))
         for group in optimizer.param_groups:
             group["lr"] = rate
         report = {}
-        for module, count in [*MIX.items(), ("copying", 8)]:
+        for module, count in [*MIX.items(), ("copying", 12)]:
             if module == "copying":
-                rows = copying_rows(backbone.tokenizer, rng, count, rng.randint(5, 150))
+                length, system = rng.randint(6, 24), rng.choice(heads)
+                rows = copying_rows(backbone.tokenizer, rng, count, length, system)
             else:
                 rows = training_batch(transcripts, backbone.tokenizer, module, count)
             loss, right, number = loss_of(backbone, *rows)
@@ -523,10 +560,11 @@ def save(backbone) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--show", action="store_true", help="print one transcript and stop")
-    parser.add_argument("--copy_minutes", type=float, default=7, help="at most, for stage 1 [7]")
+    parser.add_argument("--copy_minutes", type=float, default=8, help="at most, for stage 1 [8]")
     parser.add_argument("--minutes", type=float, default=32, help="of stage 2 [32]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="stage 2 from data/backbone/")
+    parser.add_argument("--copy", action="store_true", help="with --resume: stage 1b before it")
     arguments = parser.parse_args()
     transcripts = Transcripts(arguments.seed)
     if arguments.show:
@@ -544,8 +582,12 @@ def main() -> None:
     print(f"{len(tokenizer)} tokens, {size:,} parameters", flush=True)
     backbone = agentflow.Backbone(model, tokenizer, lora_r=None)
     transcripts.use_vocabulary(tokenizer)
+    rng, limit = random.Random(arguments.seed), 30 * arguments.copy_minutes
     if not arguments.resume:
-        learn_copying(backbone, random.Random(arguments.seed), 60 * arguments.copy_minutes)
+        learn_copying(backbone, rng, [None], longest=8, goal=200, seconds=limit)
+        save(backbone)
+    if not arguments.resume or arguments.copy:
+        learn_copying(backbone, rng, transcripts.heads(), longest=8, goal=120, seconds=limit)
         save(backbone)
     learn_transcripts(backbone, transcripts, 60 * arguments.minutes)
     save(backbone)

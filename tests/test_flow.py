@@ -209,6 +209,31 @@ def test_a_tool_that_raises_hangs_or_floods_becomes_a_typed_error_and_the_flow_g
             assert rollout.generator.text == "<answer> 26 </answer>"
 
 
+def test_a_tools_request_that_fits_no_context_is_a_typed_error_of_the_tool():
+    backbone = script(planner=plan("Thinker_Tool"))
+    submit = backbone.submit
+
+    def full(request):
+        if request.ask.module == "tool":
+            raise ValueError("this prompt does not fit")
+        submit(request)
+
+    backbone.submit = full
+    (rollout,) = run(backbone)
+    assert rollout.turns[0].result.error == "runtime"
+    assert "does not fit" in rollout.memory and rollout.generator.text
+
+
+def test_text_that_no_tokenizer_takes_does_not_reach_it():
+    """A lone surrogate, as JSON and Python literals can spell it, becomes a question mark."""
+    (rollout,) = run(script(
+        planner='{"context": "c", "sub_goal": "find \\ud800", "tool_name": "Echo_Tool"}',
+        executor='tool.execute(query="\\udfff x")',
+    ))
+    rollout.memory.encode("utf-8")
+    assert rollout.turns[0].result.output == "echo of ? x"
+
+
 def test_an_unknown_tool_or_an_unreadable_plan_is_a_step_that_lists_the_real_tools():
     for text in (plan("Calculator_Tool"), "I do not know what to do."):
         (rollout,) = run(script(planner=text))
@@ -292,6 +317,15 @@ def test_every_call_of_a_step_has_its_own_name_for_random_numbers():
     flows = [key for key in keys if len(key) == 5]
     assert len(set(flows)) == len(flows)
     assert {key[2] for key in keys} == {7, 9} and {key[:2] for key in keys} == {(0, 1)}
+
+
+def test_a_question_that_comes_twice_in_a_step_gets_new_roll_outs_the_second_time():
+    """Question 3 twice, G = 4: eight streams of random numbers, not four twice."""
+    backbone, keys = script(), set()
+    submit = backbone.submit
+    backbone.submit = lambda request: (keys.add(request.key), submit(request))
+    run(backbone, ["What is q?"] * 2, group=4, ids=[3, 3])
+    assert {key[2:4] for key in keys if len(key) == 5} == {(3, number) for number in range(8)}
 
 
 def test_only_the_planner_explores():

@@ -16,7 +16,7 @@ import agentflow
 import eval as evaluation
 import train
 from agentflow import Reply
-from tools import Ask
+from tools import Ask, make_tools
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data"
@@ -102,11 +102,12 @@ def test_every_roll_out_stands_in_its_steps_file_with_ids_and_log_probs(finished
         (group, number) for group in range(2) for number in range(4)
     ]
     for row in rows:
-        assert row["prompt"] == row["question"] and row["completion"] == (row["answer"] or "")
+        assert row["prompt"] == row["question"] and row["completion"] == row["answer"]
         assert row["reward"] in (0.0, 1.0) and row["turns"]
         for turn in row["turns"]:
             planner = turn["planner"]
             assert len(planner["reply_ids"]) == len(planner["logp"]) > 0
+            assert len(planner["logp_ref"]) == len(planner["entropy"]) == len(planner["logp"])
             assert {"name", "arguments", "output", "error", "seconds"} == set(turn["tool"])
             assert isinstance(turn["verifier"]["stop"], bool)
         assert row["memory"].count("Step ") >= len(row["turns"])
@@ -231,6 +232,10 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(finished_run, few_question
         (["--resume"], "--output_dir"),
         (["--resume", "--output_dir", "/no/such/run"], "/no/such/run"),
         (["--device", "quantum"], "quantum"),
+        (["--device", "cuda"], "CUDA"),
+        (["--learning_rate", "nan"], "--learning_rate"),
+        (["--max_prompt_length", "60"], "--max_prompt_length"),
+        (["--output_dir", str(ROOT / "README.md")], "README.md"),
     ],
 )
 def test_a_mistake_gets_a_sentence_that_says_what_to_do(arguments, says, capsys):
@@ -359,7 +364,7 @@ def fresh_rows():
         torch.nn.init.normal_(parameter, std=0.02)
     backbone.adapter_changed()
     questions = evaluation.load_questions(DATA / "train.jsonl")[:3]
-    tools = train.toolset.make_tools(offline=True)
+    tools = make_tools(offline=True)
     config = train.Config(num_generations=4)
     rollouts = agentflow.roll_out(
         [question.text for question in questions], 4, backbone, tools,
@@ -419,6 +424,25 @@ def test_the_last_token_of_a_reply_is_trained_whether_it_ends_or_is_cut():
         assert difference.norm() > 0
 
 
+def test_the_mask_comes_from_who_wrote_a_token_and_not_from_its_value():
+    """End and pad ids in the middle of a reply were sampled like any other: each of its tokens
+    has a ratio in the loss, and no token of the prompt has."""
+    backbone, _ = some_rows()
+    end, pad = backbone.tokenizer.eos_token_id, backbone.tokenizer.pad_token_id
+    prompt, response = [1, 300, end, pad, 301], [302, end, pad, 303, end]
+    longer = [302] * 8  # a second row, so that the first is padded
+    rows = [train.Row(prompt, ids, [-1.0] * len(ids), 1.0, 0.1, 0) for ids in (response, longer)]
+    with torch.no_grad():
+        logp, _ = train.score_rows(backbone, rows, 1.0, gate=1)  # (2, 8)
+    assert logp.shape == (2, 8) and (logp[0, 5:] == 0).all() and (logp[0, :5] < 0).all()
+    rows[0].logp_old, rows[1].logp_old = logp[0, :5].tolist(), logp[1].tolist()  # ratio 1
+    still, same = gradient(backbone, rows)[0], list(rows[0].logp_old)
+    for place in range(len(response)):
+        rows[0].logp_old = [*same[:place], same[place] - 0.1, *same[place + 1 :]]  # ratio 1.1
+        moved = gradient(backbone, rows)[0]
+        assert (moved - still).norm() > 1e-3 * still.norm(), place
+
+
 def test_the_reference_is_the_start_weights_so_the_first_kl_is_zero():
     backbone = agentflow.load_backbone("builtin", "cpu")
     row = train.Row([1, 300, 301], [302, 303, 2], [-1.0, -1.0, -1.0], 1.0, 0.1, 0)
@@ -470,6 +494,24 @@ def test_after_an_update_the_next_roll_out_is_sampled_from_the_new_weights():
     assert before.logp != after.logp
 
 
+def test_an_error_in_the_middle_of_a_run_loses_no_finished_step(
+    tmp_path, monkeypatch, few_questions
+):
+    """The third step fails: the two before it are in a checkpoint, and the exit code is 2."""
+    right = train.train_step
+
+    def failing(step, *rest):
+        if step == 3:
+            raise OSError("the disk is full")
+        return right(step, *rest)
+
+    monkeypatch.setattr(train, "train_step", failing)
+    folder = tmp_path / "failed"
+    assert run("--max_steps", 5, "--eval_data", few_questions, "--num_questions", 2,
+               "--num_generations", 4, "--output_dir", folder) == 2
+    assert (folder / "checkpoint-2").is_dir()
+
+
 def test_every_question_comes_once_an_epoch_in_an_order_of_its_own():
     config = train.Config(num_questions=4)
     items = list(range(12))
@@ -482,15 +524,10 @@ def test_every_question_comes_once_an_epoch_in_an_order_of_its_own():
 # --- The whole thing ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_laptop_run_makes_the_planner_better(tmp_path):
-    """One seed of `python train.py`: at most 0.45 before, at least 0.90 after."""
-    laptop_run(tmp_path, seed=0)
-
-
 @pytest.mark.release
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_laptop_run_makes_the_planner_better_for_other_seeds(tmp_path, seed):
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_laptop_run_makes_the_planner_better(tmp_path, seed):
+    """`python train.py`, all defaults: at most 0.45 before, at least 0.90 after."""
     laptop_run(tmp_path, seed)
 
 
