@@ -264,8 +264,9 @@ def test_the_untrained_planner_picks_its_tool_uniformly_for_each_kind_of_questio
     )
     counts = collections.defaultdict(collections.Counter)
     for question, rollout in zip(questions, rollouts, strict=True):
-        assert rollout.turns[0].result.error != "bad_plan"
-        counts[question.kind][rollout.turns[0].plan.tool_name] += 1
+        if rollout.turns[0].result.error != "bad_plan":  # a slip of the tongue at temperature 1
+            counts[question.kind][rollout.turns[0].plan.tool_name] += 1
+    assert sum(chosen.total() for chosen in counts.values()) >= 950, "at most 5 % name no tool"
     statistic = 0.0
     for chosen in counts.values():
         expected = chosen.total() / len(tools)
