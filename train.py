@@ -1,7 +1,7 @@
 """train.py: Algorithm 1's outer loop. Questions -> roll-outs -> outcome -> Flow-GRPO update.
 
     python train.py                                   the paper in miniature, minutes on a laptop
-    python train.py --max_steps 5                     a taste of one minute
+    python train.py --max_steps 5                     a taste of a minute or two
     python train.py --resume --output_dir runs/NAME   goes on after a stop
     python train.py --model Qwen/Qwen2.5-7B-Instruct --data FILE.jsonl   a real backbone, one GPU
 
