@@ -587,8 +587,8 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
 
 
 @dataclass
-class Row:
-    """One reply in the making. Several requests share it if they are greedy and equal."""
+class Draft:
+    """One reply in the making: a row of the batch. Equal greedy requests share one."""
 
     requests: list[Request]
     prompt_ids: tuple[int, ...]
@@ -621,8 +621,8 @@ class Lane:
         self.dtype, self.device = model.dtype, model.device
         self.layers, self.kv_shape = config.num_hidden_layers, (config.num_key_value_heads, head)
         self.slots = slots
-        self.rows: list[Row] = []
-        self.waiting: list[Row] = []
+        self.rows: list[Draft] = []
+        self.waiting: list[Draft] = []
         self.kv = self.zeros(slots, 0)
 
     def zeros(self, rows: int, width: int) -> torch.Tensor:
@@ -679,7 +679,7 @@ class Backbone:
         self._prompt_ids = lru_cache(4096)(self._render)       # many requests have equal prompts
         self._head_ids = lru_cache(HEADS)(self._render_head)
         self._heads: dict[tuple, tuple] = {}  # (system text, gate) -> (ids, keys and values)
-        self._greedy: dict[tuple, Row] = {}   # greedy rows waiting or running, by what decides them
+        self._greedy: dict[tuple, Draft] = {}  # greedy rows in flight, by what decides them
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -882,7 +882,7 @@ class Backbone:
                 f"The {ask.module}'s prompt of {len(ids)} tokens and a reply of up to {limit} do "
                 f"not fit into {self.limit} tokens: shorten the prompt or lower the reply's limit.")
         gate = int(ask.module == "planner" and self.lora_r is not None)
-        row = Row([request], ids, gate)
+        row = Draft([request], ids, gate)
         if request.temperature == 0:
             twin = self._greedy.setdefault(row.same(), row)
             if twin is not row:
@@ -915,7 +915,7 @@ class Backbone:
         """Move waiting rows into free slots; rows with equal prompts are prefilled as one."""
         free = lane.slots - len(lane.rows)
         rows, lane.waiting = lane.waiting[:free], lane.waiting[free:]
-        same: dict[tuple, list[Row]] = {}  # prompt -> its rows
+        same: dict[tuple, list[Draft]] = {}  # prompt -> its rows
         for row in rows:
             same.setdefault((row.prompt_ids, row.gate), []).append(row)
         jobs = [(*self._head(lane, group[0]), group) for group in same.values()]
@@ -927,7 +927,7 @@ class Backbone:
             self._prefill(lane, jobs[:max(1, fit)])
             del jobs[:max(1, fit)]
 
-    def _head(self, lane: Lane, row: Row) -> tuple[int, torch.Tensor]:
+    def _head(self, lane: Lane, row: Draft) -> tuple[int, torch.Tensor]:
         """The static head of a row's prompt: its length, and keys and values at least as long.
 
         Instructions and cards are equal for all questions, so they are computed once and copied;
@@ -988,7 +988,7 @@ class Backbone:
             row.ids.append(token)
             row.logp.append(value)
 
-    def _draws(self, rows: list[Row], steps: int):
+    def _draws(self, rows: list[Draft], steps: int):
         """Temperatures (B,), and for each of the next `steps` tokens draws (B,), None if greedy."""
         temperatures = [row.requests[0].temperature for row in rows]
         if not any(temperatures):
@@ -1053,7 +1053,7 @@ class Backbone:
         del lane.rows[B:]
         return [(request, self._reply(row, request)) for row in done for request in row.requests]
 
-    def _reply(self, row: Row, request: Request) -> Reply:
+    def _reply(self, row: Draft, request: Request) -> Reply:
         """The row as an answer; called once for each of its requests, which share nothing."""
         finished = row.ids[-1] in self.stop_ids
         body = row.ids[:-1] if finished else row.ids
@@ -1227,6 +1227,17 @@ def adapter_settings(folder: str) -> dict[str, int]:
         return {"lora_r": int(saved["r"]), "lora_alpha": int(saved["lora_alpha"])}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error}.") from error
+
+
+def limits_of(config, backbone: Backbone) -> Limits:
+    """Limits by a command line that has these flags."""
+    return Limits(config.max_turns, config.max_prompt_length, backbone.prompt_length)
+
+
+def sampling_of(config, temperature: float) -> Sampling:
+    """Sampling by a command line that has these flags; the planner's temperature in training is
+    not the one that it is measured at."""
+    return Sampling(temperature, config.max_completion_length, config.max_frozen_length)
 
 
 def tools_from_flags(tools: str, offline: bool | None, *parts: str) -> list[Tool]:

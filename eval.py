@@ -375,23 +375,18 @@ def evaluate(
     backbone,
     questions: list[Question],
     tools: list,
-    *,
-    max_turns: int = 3,
-    temperature: float = 0.7,
+    limits: agentflow.Limits,
+    sampling: agentflow.Sampling,
     seed: int = 0,
-    sampling: agentflow.Sampling | None = None,
-    max_prompt_length: int | None = None,
     title: str = "evaluation",
 ) -> dict:
     """One roll-out a question: {"accuracy", "tool_errors", "turns", "tools", "kinds", "items"}.
 
-    The frozen modules are greedy, the planner samples at `temperature`; a token's random number
-    depends on the seed and the question's place in the list, and replies enter in order. So the
-    same weights give the same numbers again, in a training run and in `python eval.py`.
+    The frozen modules are greedy, the planner samples; a token's random number depends on the seed
+    and the question's place in the list, and replies enter in order. So the same weights give the
+    same numbers again, in a training run and in `python eval.py`.
     Every question counts: one without an answer scores 0 and stays in the denominator.
     """
-    sampling = dataclasses.replace(sampling or agentflow.Sampling(), temperature=temperature)
-    limits = agentflow.Limits(max_turns, max_prompt_length, backbone.prompt_length)
     with tqdm(total=len(questions), desc=title, leave=False, disable=None) as bar:
         rollouts = agentflow.roll_out(
             [question.text for question in questions],
@@ -550,14 +545,9 @@ def main(arguments: list[str] | None = None) -> int:
             backbone,
             questions,
             tools,
-            max_turns=config.max_turns,
-            temperature=config.temperature,
-            seed=config.seed,
-            sampling=agentflow.Sampling(
-                max_completion_length=config.max_completion_length,
-                max_frozen_length=config.max_frozen_length,
-            ),
-            max_prompt_length=config.max_prompt_length,
+            agentflow.limits_of(config, backbone),
+            agentflow.sampling_of(config, config.temperature),
+            config.seed,
         )
     except (ValueError, OSError) as error:
         return agentflow.fail(error)

@@ -653,8 +653,8 @@ def train_step(
             config.num_generations,
             backbone,
             tools,
-            limits(config, backbone),
-            sampling(config),
+            agentflow.limits_of(config, backbone),
+            agentflow.sampling_of(config, config.temperature),
             seed=config.seed,
             step=step,
             ids=places,
@@ -702,28 +702,16 @@ def train_step(
     }
 
 
-def limits(config: Config, backbone) -> agentflow.Limits:
-    return agentflow.Limits(config.max_turns, config.max_prompt_length, backbone.prompt_length)
-
-
-def sampling(config: Config) -> agentflow.Sampling:
-    return agentflow.Sampling(
-        config.temperature, config.max_completion_length, config.max_frozen_length
-    )
-
-
 def measure(backbone, held_out, tools, config: Config, title: str) -> dict:
     """Held-out accuracy: the same items, random numbers and code before, between and after."""
     return evaluation.evaluate(
         backbone,
         held_out,
         tools,
-        max_turns=config.max_turns,
-        temperature=config.eval_temperature,
-        seed=config.seed,
-        sampling=sampling(config),
-        max_prompt_length=config.max_prompt_length,
-        title=title,
+        agentflow.limits_of(config, backbone),
+        agentflow.sampling_of(config, config.eval_temperature),
+        config.seed,
+        title,
     )
 
 

@@ -81,16 +81,6 @@ class Task:
     question: str
     answer: str
     fact: tuple[str, str, str] | None = None  # (attribute, element, value)
-    words: str = ""  # the calculation in words, "{}" where the fact's value goes
-    code: str = ""  # the same in Python
-
-    def calculation(self) -> str:
-        """The calculation in words, the fact filled in: '23 times 26'."""
-        return self.words.format(self.fact[2] if self.fact else "")
-
-    def expression(self) -> str:
-        """The calculation in Python, the fact filled in: '23 * 26'."""
-        return self.code.format(self.fact[2] if self.fact else "")
 
 
 def make_lookup(fact: tuple[str, str, str]) -> Task:
@@ -111,7 +101,7 @@ def make_arithmetic(rng: random.Random, operand) -> Task:
         operator, number = rng.choice(list(OPERATORS)), operand()
         words += f" {operator} {number}"
         code += f" {OPERATORS[operator]} {number}"
-    return Task("arithmetic", f"What is {words}?", calculate(code), None, words, code)
+    return Task("arithmetic", f"What is {words}?", calculate(code))
 
 
 def make_two_step(rng: random.Random, operand, number_facts) -> Task:
@@ -121,10 +111,9 @@ def make_two_step(rng: random.Random, operand, number_facts) -> Task:
     operator, number = rng.choice(list(OPERATORS)), operand()
     fact_first = rng.random() < 0.5
     left, right = ("{}", str(number)) if fact_first else (str(number), "{}")
-    words, code = f"{left} {operator} {right}", f"{left} {OPERATORS[operator]} {right}"
-    asked = words.format(f"the {attribute} of the element {name}")
-    answer = calculate(code.format(value))
-    return Task("two-step", f"What is {asked}?", answer, fact, words, code)
+    asked = f"{left} {operator} {right}".format(f"the {attribute} of the element {name}")
+    answer = calculate(f"{left} {OPERATORS[operator]} {right}".format(value))
+    return Task("two-step", f"What is {asked}?", answer, fact)
 
 
 def training_operand(rng: random.Random) -> int:

@@ -19,7 +19,9 @@ Run:  python data/pretrain.py            (writes data/backbone/; a checkpoint ev
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import keyword
 import random
 import re
 import sys
@@ -58,12 +60,13 @@ class RightAgent:
 
     def __init__(self, task: make_data.Task) -> None:
         self.task = task
-        self.find = self.fact = ""
+        self.find = self.fact = self.calculate = ""
         if task.fact:
             attribute, name, _ = task.fact
             self.find = f"Find the {attribute} of the element {name}."
             self.fact = make_data.fact_sentence(*task.fact)
-        self.calculate = f"Calculate {task.calculation()}." if task.words else ""
+        if task.kind != "lookup":
+            self.calculate = f"Calculate {task.question.removeprefix('What is ')[:-1]}."
 
     def missing(self, memory: str) -> str:
         """What the next step has to bring: "fact", "calculation" or "" (nothing is missing)."""
@@ -95,9 +98,10 @@ class RightAgent:
         if ask.module == "analyst":
             return self.analysis()
         if ask.module == "executor":
-            goal = re.search(r"Sub-Goal: (.*)", ask.user).group(1)
+            context, goal = re.match(r"Context: (.*)\nSub-Goal: (.*)", ask.user).groups()
+            query = goal if context in ("", "none") else f"{goal} {context}"
             url = f', url="{WIKIPEDIA}"' if "url: str" in ask.system else ""
-            return f'execution = tool.execute(query="{goal}"{url})'
+            return f'execution = tool.execute(query="{query}"{url})'
         if ask.module == "tool":
             return self.inside_tool(ask)
         missing = self.missing(ask.user)
@@ -109,27 +113,32 @@ class RightAgent:
         return f"<answer> {UNKNOWN if missing else self.task.answer} </answer>"
 
     def analysis(self) -> str:
-        if self.task.kind == "lookup":
-            summary, skills, mind = self.find, "search", "one fact is enough."
-        elif self.task.kind == "arithmetic":
-            summary, skills, mind = self.calculate, "calculation", "be exact."
-        else:
-            summary = f"{self.find[:-1]}, then calculate."
-            skills, mind = "search and calculation", "the fact comes first."
+        skills, mind = {
+            "lookup": ("search", "one fact is enough."),
+            "arithmetic": ("calculation", "be exact."),
+            "two-step": ("search and calculation", "the fact comes first."),
+        }[self.task.kind]
         return (
-            f"Summary: {summary}\nSkills: {skills}\nTools: to be tried\nConsiderations: {mind}"
+            f"Summary: {self.calculate or self.find}\nSkills: {skills}\nTools: to be tried\n"
+            f"Considerations: {mind}"
         )
 
     def inside_tool(self, ask: Ask) -> str:
         """The language model inside Base_Generator_Tool and Python_Coder_Tool."""
         if "program" not in ask.system:
             return "I do not know."
-        request = ask.user.removeprefix("Request: ").removeprefix("Calculate ").rstrip(".")
-        if not request[0].isdigit():
+        request = ask.user.removeprefix("Request: ")
+        if not request.startswith("Calculate "):
             return f'```python\nprint("{UNKNOWN}")\n```'
+        formula, _, fact = request.removeprefix("Calculate ").rstrip(".").partition(". ")
         for word, sign in make_data.OPERATORS.items():
-            request = request.replace(word, sign)
-        return f"```python\nprint( {request})\n```"  # a space before each number: see PIECE
+            formula = formula.replace(f" {word} ", f" {sign} ")
+        given = ""
+        if fact:  # the fact's name becomes a variable, so that this too is copying word by word
+            name, value = re.fullmatch(r"The .* of the element (\w+) is (\w+)", fact).groups()
+            given = f"value = {name} = {value}\n"
+            formula = re.sub(rf"the [a-z ]* of the element {name}", name, formula)
+        return f"```python\n{given}print( {formula})\n```"  # a space before each word: see PIECE
 
 
 # --- Transcripts -------------------------------------------------------------------------------
@@ -156,9 +165,12 @@ class TrainingLibrary(Library_Search_Tool):
 
 
 def run_arithmetic(code: str, **limits):
-    """Stands in for the sandbox, which takes 20 ms a run: prints what one `print(...)` prints."""
-    inside = re.fullmatch(r"print\((.*)\)", code.strip()).group(1)
-    return PythonRun(stdout=str(eval(inside, {"__builtins__": {}})) + "\n")
+    """Stands in for the sandbox, which takes 20 ms a run: prints what RightAgent's code prints."""
+    name, value, inside = re.fullmatch(
+        r"(?:value = (\w+) = (\d+)\n)?print\((.*)\)", code.strip()
+    ).groups()
+    names = {name: int(value)} if name else {}
+    return PythonRun(stdout=str(eval(inside.strip(), {"__builtins__": {}}, names)) + "\n")
 
 
 def toolset(training: bool) -> list:
@@ -183,9 +195,9 @@ def training_task(rng: random.Random, facts: list) -> make_data.Task:
         return make_data.training_operand(rng)
 
     kind = rng.random()
-    if kind < 0.3:
+    if kind < 0.25:
         return make_data.make_lookup(rng.choice(facts))
-    if kind < 0.55:
+    if kind < 0.5:
         return make_data.make_arithmetic(rng, operand)
     return make_data.make_two_step(rng, operand, numeric(facts))
 
@@ -276,21 +288,17 @@ class Transcripts:
 
     def heads(self) -> list[str]:
         """The system texts of all modules."""
-        while len(self.rows) < 6:
+        while len(self.rows) < len(MIX):
             self.add_flow()
-        return sorted(system for heads in self.rows.values() for system in heads)
+        return sorted({system for heads in self.rows.values() for system in heads})
 
     def use_vocabulary(self, tokenizer) -> None:
         """From now on any word that is one token may name an invented element, but for the
         held-out names and symbols."""
-        hidden = {
-            text
-            for row in make_data.read_elements()
-            if make_data.is_held_out(row)
-            for text in (row["name"], row["symbol"])
-        }
-        pieces = [token[1:] for token in tokenizer.get_vocab() if token.startswith("Ġ")]
-        self.words = sorted(word for word in pieces if word.isalpha() and word not in hidden)
+        hidden = set(tokenizer.convert_ids_to_tokens(held_out_ids(tokenizer)))
+        pieces = {token for token in tokenizer.get_vocab() if token.startswith("Ġ")}
+        words = {piece[1:] for piece in pieces - hidden if piece[1:].isalpha()}
+        self.words = sorted(words - {"print", "value", *keyword.kwlist})  # a name of a variable
         assert set(spare_names()) <= set(self.words), "the tokenizer is of an older vocabulary"
 
     def take(self, module: str, count: int) -> tuple[str, list[tuple[str, str]]]:
@@ -401,6 +409,23 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
+def held_out_ids(tokenizer) -> list[int]:
+    """The tokens of held-out names, symbols and operands."""
+    held_out = [row for row in make_data.read_elements() if make_data.is_held_out(row)]
+    words = [text for row in held_out for text in (row["name"], row["symbol"])]
+    words += map(str, make_data.HELD_OUT_OPERANDS)
+    return tokenizer.convert_tokens_to_ids([f"Ġ{word}" for word in words])
+
+
+@functools.cache
+def calculation_ids(tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens of signs, in words and in Python, and those of all numbers up to three digits."""
+    signs = [f" {sign}" for pair in make_data.OPERATORS.items() for sign in pair]
+    numbers = [f" {number}" for number in range(1000)]
+    return tuple(tokenizer.convert_tokens_to_ids([w.replace(" ", "Ġ") for w in words])
+                 for words in (signs, numbers))
+
+
 def copying_rows(tokenizer, rng: random.Random, count: int, length: int, system: str | None):
     """(prompts, responses, scored): `length` random tokens, then four spans out of them.
 
@@ -420,13 +445,16 @@ def copying_rows(tokenizer, rng: random.Random, count: int, length: int, system:
         place = max(i for i, token in enumerate(chat) if token == end) - 1  # where "?" stands
         before, after, mark = chat[:place], chat[place + 1 :], chat[-1]
     prompts, responses, scored = [], [], []
+    signs, numbers = calculation_ids(tokenizer)
     for row in range(count):
-        few = length >= 24 and row % 3 == 2
         tokens = [rng.randrange(3, len(tokenizer)) for _ in range(length)]
-        cue = 1
-        if few:
-            tokens, cue = tokens[: length // 3], 3
-        text = [rng.choice(tokens) for _ in range(length)] if few else tokens
+        text, cue = tokens, 1
+        if row % 3 == 1:  # a calculation: the sign before a number does not say which number it is
+            text = [rng.choice(signs if i % 2 else numbers) for i in range(length)]
+            cue = 2
+        elif row % 3 == 2 and length >= 24:  # few different tokens: nor does one token back here
+            text = [rng.choice(tokens[: length // 3]) for _ in range(length)]
+            cue = 3
         response, known = [], []
         for _ in range(4):
             first = rng.randrange(max(1, length - 4))
@@ -439,14 +467,25 @@ def copying_rows(tokenizer, rng: random.Random, count: int, length: int, system:
     return prompts, responses, scored
 
 
-def loss_of(backbone, prompts, responses, scored=None) -> tuple[torch.Tensor, int, int]:
-    """(summed cross-entropy, right tokens, tokens) of the responses, one packed forward."""
+def loss_of(
+    backbone, prompts, responses, scored=None, unseen: list[int] | None = None
+) -> tuple[torch.Tensor, int, int]:
+    """(summed cross-entropy, right tokens, tokens) of the responses, one packed forward.
+
+    unseen: tokens that are no alternative. No transcript holds a held-out name or operand; left in
+    the softmax, each step would teach that none of them is ever the next token.
+    """
     hidden = backbone.packed_hidden(prompts, responses, 0)  # (M, D)
     targets = torch.tensor([token for response in responses for token in response])  # (M,)
     if scored:
         keep = torch.tensor([known for row in scored for known in row])  # (M,)
         hidden, targets = hidden[keep], targets[keep]
     logits = hidden @ backbone.lm_head_weight.T  # (M, V), V is small here
+    if unseen:
+        hide = torch.zeros_like(logits, dtype=torch.bool)
+        hide[:, unseen] = True
+        hide[torch.arange(len(targets)), targets] = False  # the first digits of a long result
+        logits = logits.masked_fill(hide, -torch.inf)
     loss = functional.cross_entropy(logits, targets, reduction="sum")
     right = (logits.detach().argmax(-1) == targets).sum().item()
     return loss, right, len(targets)
@@ -487,7 +526,7 @@ def learn_copying(
 
 # Rows of one optimiser step, by module: many of the short ones that copy, few of the long ones
 # that are soon learnt (a verifier's prompt is the longest, and its reply one of a few).
-MIX = {"analyst": 10, "planner": 22, "executor": 12, "tool": 14, "verifier": 4, "generator": 12}
+MIX = {"analyst": 10, "planner": 24, "executor": 14, "tool": 20, "verifier": 4, "generator": 10}
 
 
 def chat_ids(tokenizer, system: str, user: str) -> list[int]:
@@ -505,27 +544,28 @@ def training_batch(transcripts: Transcripts, tokenizer, module: str, count: int)
     return prompts, responses
 
 
-def learn_transcripts(backbone, transcripts: Transcripts, seconds: float) -> None:
+def learn_transcripts(backbone, transcripts: Transcripts, seconds: float, peak: float) -> None:
     """AdamW, warm-up, constant, then a linear decay to zero over the last two fifths of the time:
     the decay is what makes the planner's tool frequencies settle at uniform."""
     parameters = list(backbone.model.parameters())
     optimizer = new_optimizer(backbone.model)
     rng, started, saved, step, tokens = random.Random(1), time.time(), time.time(), 0, 0
-    heads = transcripts.heads()
+    heads, unseen = transcripts.heads(), held_out_ids(backbone.tokenizer)
     while (passed := (time.time() - started) / seconds) < 1:
         step += 1
         # Slowly at first: large gradients of new text would wash the copying away.
-        rate = 2e-3 * min(1.0, step / 100, max(0.01, (1 - passed) / 0.4))
+        rate = peak * min(1.0, step / 100, max(0.01, (1 - passed) / 0.4))
         for group in optimizer.param_groups:
             group["lr"] = rate
         report = {}
-        for module, count in [*MIX.items(), ("copying", 12)]:
+        for module, count in [*MIX.items(), ("copying", 18)]:
             if module == "copying":
                 length, system = rng.randint(6, 24), rng.choice(heads)
                 rows = copying_rows(backbone.tokenizer, rng, count, length, system)
+                loss, right, number = loss_of(backbone, *rows)
             else:
                 rows = training_batch(transcripts, backbone.tokenizer, module, count)
-            loss, right, number = loss_of(backbone, *rows)
+                loss, right, number = loss_of(backbone, *rows, unseen=unseen)
             (loss / 2500).backward()  # one constant for all modules: a token counts the same
             tokens += sum(map(len, rows[0])) + sum(map(len, rows[1]))
             report[module] = f"{module} {loss.item() / number:.4f} {right / number:.4f}"
@@ -562,6 +602,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print one transcript and stop")
     parser.add_argument("--copy_minutes", type=float, default=8, help="at most, for stage 1 [8]")
     parser.add_argument("--minutes", type=float, default=32, help="of stage 2 [32]")
+    parser.add_argument("--learning_rate", type=float, default=2e-3, help="peak, stage 2 [2e-3]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="stage 2 from data/backbone/")
     parser.add_argument("--copy", action="store_true", help="with --resume: stage 1b before it")
@@ -589,7 +630,7 @@ def main() -> None:
     if not arguments.resume or arguments.copy:
         learn_copying(backbone, rng, transcripts.heads(), longest=8, goal=120, seconds=limit)
         save(backbone)
-    learn_transcripts(backbone, transcripts, 60 * arguments.minutes)
+    learn_transcripts(backbone, transcripts, 60 * arguments.minutes, arguments.learning_rate)
     save(backbone)
 
 

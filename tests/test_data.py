@@ -205,7 +205,7 @@ def accuracy_with(choose_tool):
 
     questions = evaluation.load_questions(make_data.FOLDER / "heldout.jsonl")
     result = evaluation.evaluate(
-        Scripted(backbone(), plans), questions, make_tools(offline=True), max_turns=3
+        Scripted(backbone(), plans), questions, make_tools(offline=True), Limits(3), Sampling()
     )
     return result["accuracy"]
 

@@ -114,9 +114,13 @@ def test_every_roll_out_stands_in_its_steps_file_with_ids_and_log_probs(finished
 
 
 def test_the_sampler_and_the_scorer_agree_at_the_first_update(finished_run):
-    """On-policy: the log-probs of sampling and of scoring differ by rounding only (ratio 1)."""
+    """On-policy: the log-probs of sampling and of scoring differ by rounding only (ratio 1).
+
+    The largest of thousands of tokens is that of an unlikely one, whose rounding is the largest; a
+    wrong temperature, mask or adapter differs by 0.01 and more on the mean."""
     for row in read(finished_run / "metrics.jsonl"):
-        assert row["sampling/sampling_logp_difference/max"] < 2e-5
+        assert row["sampling/sampling_logp_difference/mean"] < 2e-6
+        assert row["sampling/sampling_logp_difference/max"] < 1e-4
         assert row["clip_ratio/region_mean"] == 0.0
 
 
@@ -368,7 +372,8 @@ def fresh_rows():
     config = train.Config(num_generations=4)
     rollouts = agentflow.roll_out(
         [question.text for question in questions], 4, backbone, tools,
-        train.limits(config, backbone), train.sampling(config), 0, 1,
+        agentflow.limits_of(config, backbone),
+        agentflow.sampling_of(config, config.temperature), 0, 1,
     )
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0])
     rows, _ = train.make_rows(rollouts, rewards, torch.arange(3).repeat_interleave(4))
@@ -524,21 +529,22 @@ def test_every_question_comes_once_an_epoch_in_an_order_of_its_own():
 # --- The whole thing ---------------------------------------------------------------------------
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        pytest.param(1, marks=pytest.mark.release),
+        pytest.param(2, marks=pytest.mark.release),
+    ],
+)
 def test_the_laptop_run_makes_the_planner_better(tmp_path, seed):
     """`python train.py`, all defaults: at most 0.45 before, at least 0.90 after."""
-    laptop_run(tmp_path, seed)
-
-
-def laptop_run(tmp_path, seed):
-    folder = tmp_path / f"seed-{seed}"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     subprocess.run(
-        [sys.executable, "train.py", "--seed", str(seed), "--output_dir", str(folder)],
+        [sys.executable, "train.py", "--seed", str(seed), "--output_dir", str(tmp_path / "run")],
         cwd=ROOT, env=environment, check=True,
     )
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_before"] <= 0.45
     assert summary["accuracy_after"] >= 0.90
     assert summary["tool_errors_after"] < summary["tool_errors_before"]
