@@ -70,6 +70,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # PEFT's n
 BUILTIN = Path(__file__).parent / "data" / "backbone"
 PREFILL_TOKENS = 2_048   # padded tokens of one prefill pass: full speed, rows of similar length
 HEADS = 64               # static prompt heads whose keys and values are kept
+KEPT_TOKENS = 1_024      # a slot: prompts kept for the next turn of their roll-outs
 WIDTH_STEP = 128         # slots grow by multiples of this many tokens
 
 # Letters in shapes are flow_grpo.py's (L tokens, M packed tokens, D width, V vocabulary, S slots, W
@@ -88,6 +89,7 @@ class Request:
     temperature: float    # 0 = greedy
     max_tokens: int
     key: tuple[int, ...]  # (seed, step, question, roll-out, call): its random numbers' name
+    flow: Any = field(default=None, compare=False)  # the coroutine that asks, where there is one
 
 
 @dataclass
@@ -243,10 +245,10 @@ class Sampling:
     max_completion_length: int = 256  # tokens of one planner reply
     max_frozen_length: int = 256  # tokens of one reply of a frozen module
 
-    def request(self, ask: Ask, key: tuple[int, ...]) -> Request:
+    def request(self, ask: Ask, key: tuple[int, ...], flow: Any = None) -> Request:
         if ask.module == "planner":
-            return Request(ask, self.temperature, self.max_completion_length, key)
-        return Request(ask, 0.0, self.max_frozen_length, key)
+            return Request(ask, self.temperature, self.max_completion_length, key, flow)
+        return Request(ask, 0.0, self.max_frozen_length, key, flow)
 
 
 def drive(
@@ -279,7 +281,8 @@ def drive(
         try:
             wanted = flows[index].send(answer)
             while not isinstance(wanted, Job):
-                request = sampling.request(wanted, (*keys[index], calls[index]))
+                key = (*keys[index], calls[index])
+                request = sampling.request(wanted, key, flows[index])
                 try:
                     backbone.submit(request)
                 except ValueError as error:  # a prompt that does not fit: the flow's own affair;
@@ -569,8 +572,17 @@ def choose(logits, temperatures, draws):
         total = cumulated[:, -1:]
         target = torch.minimum(draws[:, None] * total, total.nextafter(0 * total))  # (B, 1)
         drawn = torch.searchsorted(cumulated, target, right=True)[:, 0]  # (B,)
+        drawn = drawn.clamp(max=logits.shape[-1] - 1)  # NaN everywhere: `finite` will say so
         ids = torch.where(temperatures == 0, ids, drawn)
     return ids, (scaled.gather(-1, ids[:, None]) - log_total)[:, 0]
+
+
+def finite(logp: list[float]) -> None:
+    """Raises FloatingPointError where the weights have run away."""
+    if any(map(math.isnan, logp)):
+        raise FloatingPointError(
+            "The model's probabilities are no numbers: its weights, or the adapter's, are NaN or "
+            "too large. Go on from an earlier checkpoint, with a lower --learning_rate.")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -602,6 +614,36 @@ class Draft:
     def same(self) -> tuple:
         """All that decides a greedy reply."""
         return self.prompt_ids, self.gate, self.requests[0].max_tokens
+
+
+class PromptCache:
+    """Keys and values of prompts that may be gone on with: (..., gate) -> (ids, kv).
+
+    room: tokens that are kept at most, the oldest go first; one that several names share counts
+    for each of them, so that memory is never more than this.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room, self.entries = room, {}
+
+    def get(self, key: tuple) -> tuple[tuple[int, ...], torch.Tensor | None]:
+        return self.entries.get(key, ((), None))
+
+    def put(self, key: tuple, ids: tuple[int, ...], kv: torch.Tensor) -> None:
+        """kv: (2, layers, 1, len(ids), H_kv, D_head)."""
+        self._drop(key)
+        self.entries[key] = ids, kv
+        self.room -= len(ids)
+        while self.room < 0:
+            self._drop(next(iter(self.entries)))
+
+    def _drop(self, key: tuple) -> None:
+        self.room += len(self.entries.pop(key, ((),))[0])
+
+    def forget_planner(self) -> None:
+        """After an update: gate 1 saw the old weights."""
+        for key in [key for key in self.entries if key[-1]]:
+            self._drop(key)
 
 
 class Lane:
@@ -680,6 +722,7 @@ class Backbone:
         self._head_ids = lru_cache(HEADS)(self._render_head)
         self._heads: dict[tuple, tuple] = {}  # (system text, gate) -> (ids, keys and values)
         self._greedy: dict[tuple, Draft] = {}  # greedy rows in flight, by what decides them
+        self._last_prompts = PromptCache(KEPT_TOKENS * slots)  # by module, flow and gate
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -715,6 +758,7 @@ class Backbone:
         assert not busy, "the planner's weights changed while it was writing: finish its rows first"
         self.adapter_version += 1
         self._heads = {key: head for key, head in self._heads.items() if not key[1]}
+        self._last_prompts.forget_planner()
 
     def adapter_norm(self) -> float:
         """The size of what the adapter adds to the weights, ||scale * B A|| over all layers: 0 for
@@ -762,9 +806,13 @@ class Backbone:
             config, new = json.loads(config_file.read_text()), load_file(weights_file)
         except (ValueError, SafetensorError) as error:
             raise ValueError(f"The adapter in {folder} is damaged: {error}") from error
+        if not isinstance(config, dict) or not isinstance(config.get("lora_alpha"), (int, float)):
+            raise ValueError(f"The adapter in {folder} is damaged: no lora_alpha in {config_file}.")
         if config.get("r") != self.lora_r:
             raise ValueError(f"The adapter in {folder} has rank {config.get('r')}, the planner "
                              f"here {self.lora_r}: start with --lora_r {config.get('r')}.")
+        if not all(bool(x.isfinite().all()) for x in new.values()):
+            raise ValueError(f"The adapter in {folder} holds values that are no numbers.")
         if config.get("use_rslora") or config.get("use_dora"):
             raise ValueError(f"The adapter in {folder} is no plain LoRA (use_rslora or use_dora).")
         have, got = ({name: tuple(x.shape) for name, x in state.items()}
@@ -918,7 +966,7 @@ class Backbone:
         same: dict[tuple, list[Draft]] = {}  # prompt -> its rows
         for row in rows:
             same.setdefault((row.prompt_ids, row.gate), []).append(row)
-        jobs = [(*self._head(lane, group[0]), group) for group in same.values()]
+        jobs = [(*self._known_start(lane, group), group) for group in same.values()]
         # Prompts of similar length together, as many as fit the budget when padded to the longest.
         jobs.sort(key=lambda job: len(job[2][0].prompt_ids) - job[0])
         while jobs:
@@ -927,8 +975,24 @@ class Backbone:
             self._prefill(lane, jobs[:max(1, fit)])
             del jobs[:max(1, fit)]
 
-    def _head(self, lane: Lane, row: Draft) -> tuple[int, torch.Tensor]:
-        """The static head of a row's prompt: its length, and keys and values at least as long.
+    def _known_start(self, lane: Lane, group: list[Draft]) -> tuple[int, torch.Tensor]:
+        """How many tokens of a prompt need no computing, and keys and values of at least these.
+
+        A module's prompt in a roll-out goes on where its last one stopped: the memory only grows.
+        So what is new is the last turn, from the longest common token prefix on.
+        """
+        prompt, gate = group[0].prompt_ids, group[0].gate
+        ids, kv = self._head(lane, group[0])
+        start = common_prefix([ids, prompt])
+        for request in (request for row in group for request in row.requests):
+            last, last_kv = self._last_prompts.get((request.ask.module, request.flow, gate))
+            if (both := common_prefix([last, prompt])) > start:
+                start, kv = both, last_kv
+        # At least one token is left to compute: its hidden state predicts the reply's first.
+        return min(start, len(prompt) - 1), kv
+
+    def _head(self, lane: Lane, row: Draft) -> tuple[tuple[int, ...], torch.Tensor]:
+        """The static head of a row's prompt: its ids, keys and values.
 
         Instructions and cards are equal for all questions, so they are computed once and copied;
         the planner's only until its weights change.
@@ -943,8 +1007,7 @@ class Backbone:
         self._heads[system, row.gate] = kv
         if len(self._heads) > HEADS:
             del self._heads[next(iter(self._heads))]
-        # At least one token is left to compute: its hidden state predicts the reply's first.
-        return min(common_prefix([ids, row.prompt_ids]), len(row.prompt_ids) - 1), kv
+        return ids, kv
 
     def _prefill_rows(self, lane: Lane, kv, tails, starts, gates) -> torch.Tensor:
         """Run B tails of prompts, right-padded, from `starts` on; fill kv, return hidden (B, D).
@@ -976,6 +1039,13 @@ class Backbone:
         for i, (start, head) in enumerate(zip(starts, heads, strict=True)):
             kv[:, :, i, :start] = head[:, :, 0, :start]
         hidden = self._prefill_rows(lane, kv, tails, starts, [group[0].gate for group in groups])
+        for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
+            own = kv[:, :, i:i + 1, :len(prompt)].clone()  # one copy, whoever asks
+            for row in group:
+                for request in row.requests:
+                    if request.flow is not None:
+                        key = (request.ask.module, request.flow, row.gate)
+                        self._last_prompts.put(key, prompt, own)
         rows = [row for group in groups for row in group]
         source = [i for i, group in enumerate(groups) for _ in group]  # row -> its prompt
         B = len(lane.rows)
@@ -984,6 +1054,7 @@ class Backbone:
         lane.rows += rows
         temperatures, draws = self._draws(rows, steps=1)
         ids, logp = choose(lane.lm_head(hidden)[source], temperatures, draws[0])
+        finite(logp.tolist())
         for row, token, value in zip(rows, ids.tolist(), logp.tolist(), strict=True):
             row.ids.append(token)
             row.logp.append(value)
@@ -1031,6 +1102,7 @@ class Backbone:
         kept = torch.minimum((earlier == 0).sum(dim=1), room)  # (B,)
         kept, ids, logp = kept.tolist(), ids.tolist(), logp.tolist()  # the one wait for the device
         for row, n, more, values in zip(rows, kept, ids, logp, strict=True):
+            finite(values)
             row.ids += more[:n]
             row.logp += values[:n]
 
@@ -1120,14 +1192,16 @@ def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_al
     device: "auto" takes CUDA, then Apple's MPS, then the CPU. dtype: fp32 on a CPU, else bf16.
     The rest is `Backbone`'s. Raises ValueError, with what to do, where there is no such model.
     """
-    if str(device).split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
-        raise ValueError(f"There is no device {device!r}: use auto, cpu, cuda or mps.")
-    if str(device).startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("There is no CUDA device here: use --device cpu, or auto.")
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
+             "cpu": True}
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else (
-            "mps" if torch.backends.mps.is_available() else "cpu")
-    dtype = dtype or (torch.float32 if str(device) == "cpu" else torch.bfloat16)
+        device = next(kind for kind, is_there in there.items() if is_there)
+    kind = str(device).split(":")[0]
+    if not re.fullmatch(r"(cpu|cuda|mps)(:\d+)?", str(device)):
+        raise ValueError(f"There is no device {device!r}: use auto, cpu, cuda or mps.")
+    if not there[kind]:
+        raise ValueError(f"There is no {kind.upper()} device here: use --device cpu, or auto.")
+    dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)
     if model in ("builtin", "smollm2"):
         path = str(BUILTIN if model == "builtin" else smollm2_folder())
     else:
@@ -1141,14 +1215,28 @@ def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_al
     if not sys.stderr.isatty():  # a bar that nobody watches only fills log files
         transformers.utils.logging.disable_progress_bar()
     try:
-        language_model = AutoModelForCausalLM.from_pretrained(path, **dtype_option(dtype))
+        language_model, report = AutoModelForCausalLM.from_pretrained(
+            path, output_loading_info=True, **dtype_option(dtype))
         tokenizer = load_tokenizer(path)
-    except OSError as error:
-        raise ValueError(f"The model {model} could not be loaded: {error}") from error
+    except Exception as error:  # a folder is a user's input, and each damage raises its own kind
+        raise ValueError(f"The model {model} could not be loaded ({type(error).__name__}): {error}"
+                         ) from error
+    if report["missing_keys"]:
+        raise ValueError(f"The model {model} lacks weights, {sorted(report['missing_keys'])[0]} "
+                         "among them: download it again.")
     if not tokenizer.chat_template:
         raise ValueError(f"The model {model} has no chat template: choose its instruct version.")
-    return Backbone(language_model, tokenizer, device=device, lora_r=lora_r, lora_alpha=lora_alpha,
-                    seed=seed, slots=slots, stride=stride, max_context=max_context)
+    backbone = Backbone(language_model, tokenizer, device=device, lora_r=lora_r,
+                        lora_alpha=lora_alpha, seed=seed, slots=slots, stride=stride,
+                        max_context=max_context)
+    try:
+        shown = tokenizer.decode(backbone.prompt_ids(Ask("planner", "Be brief.", "Why 42?")))
+    except Exception as error:  # a template is a program
+        raise ValueError(f"The chat template of {model} fails: {error}") from error
+    if not ("Be brief." in shown and "Why 42?" in shown):
+        raise ValueError(f"The tokenizer or the chat template of {model} loses what it is given: "
+                         "download it again, tokenizer.json included.")
+    return backbone
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1225,8 +1313,8 @@ def adapter_settings(folder: str) -> dict[str, int]:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         return {"lora_r": int(saved["r"]), "lora_alpha": int(saved["lora_alpha"])}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error}.") from error
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}).") from error
 
 
 def limits_of(config, backbone: Backbone) -> Limits:
@@ -1238,6 +1326,35 @@ def sampling_of(config, temperature: float) -> Sampling:
     """Sampling by a command line that has these flags; the planner's temperature in training is
     not the one that it is measured at."""
     return Sampling(temperature, config.max_completion_length, config.max_frozen_length)
+
+
+LEAST = {
+    "max_turns": 1, "max_completion_length": 1, "max_frozen_length": 1, "max_prompt_length": 1,
+    "eval_questions": 0, "lora_r": 1, "lora_alpha": 1, "temperature": 0, "eval_temperature": 0,
+    "seed": -(2**63),
+}  # fmt: skip
+
+
+def check_ranges(config, least: dict[str, float] = LEAST) -> None:
+    """Raises ValueError with a sentence for the first number that makes no sense."""
+    for name, value in least.items():
+        given = getattr(config, name, value)
+        if not value <= given < 2**63:  # NaN and infinity are refused too
+            raise ValueError(f"--{name} must be a number from {value} on, not {given}.")
+
+
+def run_command(main: Callable[[], int]) -> int:
+    """A command line's exit code, whatever its surroundings are like."""
+    for stream in (sys.stdout, sys.stderr):  # a console that cannot show a sign shows its number
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        return main()
+    except KeyboardInterrupt:
+        print("\nstopped.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `... | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def tools_from_flags(tools: str, offline: bool | None, *parts: str) -> list[Tool]:
@@ -1281,6 +1398,9 @@ def describe(rollout: Rollout) -> str:
 def main(arguments: list[str] | None = None) -> int:
     config = parse_flags(AskConfig, arguments, __doc__, positional="question")
     try:
+        check_ranges(config)
+        if not config.question.strip():
+            raise ValueError("The question is empty.")
         tools = tools_from_flags(config.tools, config.offline, config.model)
         backbone = load_backbone(config.model, config.device, **adapter_settings(config.adapter))
         if config.adapter:
@@ -1290,13 +1410,11 @@ def main(arguments: list[str] | None = None) -> int:
         (rollout,) = roll_out(
             [config.question], 1, backbone, tools, limits, sampling, config.seed, step=-1
         )
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         return fail(error)
-    except KeyboardInterrupt:
-        return 130
     print(describe(rollout))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -18,6 +18,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import math
 import re
 import string
 import sys
@@ -25,6 +26,7 @@ import unicodedata
 import zlib
 from collections import Counter
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -274,8 +276,12 @@ class Question:
 
         Numbers are compared as numbers, everything else as normalised text.
         """
-        numeric = all(_number(_bare(reference)) is not None for reference in self.references)
-        return score("math" if numeric else "text", response, self.references)
+        numbers = [item for item in self.references if _number(_bare(item)) is not None]
+        texts = [item for item in self.references if item not in numbers]
+        return max(
+            score("math", response, numbers) if numbers else 0.0,
+            score("text", response, texts) if texts else 0.0,
+        )
 
 
 def load_questions(path: str | Path) -> list[Question]:
@@ -297,9 +303,13 @@ def load_questions(path: str | Path) -> list[Question]:
         text = raw.decode("utf-8-sig")  # a byte order mark is dropped
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no UTF-8 text, gzipped or not: {error}.") from error
-    questions = [
-        read_question(record, f"{path}, line {line}", line) for line, record in records(text, path)
-    ]
+    try:
+        questions = [
+            read_question(record, f"{path}, line {line}", line)
+            for line, record in records(text, path)
+        ]
+    except RecursionError as error:
+        raise ValueError(f"{path} nests lists or objects too deeply to be read.") from error
     if not questions:
         raise ValueError(f"{path} holds no question.")
     seen: dict[str, int] = {}
@@ -342,17 +352,32 @@ def read_question(record: object, where: str, line: int) -> Question:
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{where}: no question; one of {', '.join(QUESTION_FIELDS)} is needed.")
     references = reference if isinstance(reference, list) else [reference]
-    references = [str(item).strip() for item in references if isinstance(item, (str, int, float))]
+    references = [reference_text(item, where) for item in references if item is not None]
     references = list(dict.fromkeys(item for item in references if item))
     if not references:
         raise ValueError(f"{where}: no answer; one of {', '.join(REFERENCE_FIELDS)} is needed.")
     kind = record.get("kind")
+    try:
+        json.dumps([text, references, kind, identity], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half of a pair of surrogates: no file could hold it
+        raise ValueError(f"{where}: {error.object[error.start]!r} is no character.") from error
     return Question(
         str(line if identity is None else identity),
         text.strip(),
         references,
         kind if isinstance(kind, str) else "all",
     )
+
+
+def reference_text(item: object, where: str) -> str:
+    """A reference answer as text: 1e20 as the digits that a reader would write."""
+    if isinstance(item, float) and not math.isfinite(item):
+        raise ValueError(f"{where}: the answer {item} is no number.")
+    if isinstance(item, (int, float)) and not isinstance(item, bool):
+        return format(Decimal(repr(item)), "f")
+    if not isinstance(item, (str, bool)):
+        raise ValueError(f"{where}: an answer is a text or a number, or a list of these.")
+    return str(item).strip()
 
 
 def split_questions(questions: list[Question]) -> tuple[list[Question], list[Question]]:
@@ -491,12 +516,23 @@ def settings_of_run(adapter: str) -> dict:
     Also "held_out_of": the training file of which a tenth was held out, where it was."""
     for folder in (Path(adapter), Path(adapter).parent):
         if adapter and (folder / "run_config.json").is_file():
-            run = json.loads((folder / "run_config.json").read_text(encoding="utf-8"))
-            names = {field.name for field in dataclasses.fields(EvalConfig)} - {"json", "data"}
-            settings = {name: run[name] for name in names if name in run}
-            settings["temperature"] = run["eval_temperature"]
-            settings["data"] = run["eval_data"] or run["data"]
-            settings["held_out_of"] = "" if run["eval_data"] else run["data"]
+            path = folder / "run_config.json"
+            try:
+                run = json.loads(path.read_text(encoding="utf-8"))
+                fields = dataclasses.fields(EvalConfig)
+                types = {entry.name: type(entry.default) for entry in fields}
+                names = types.keys() - {"json", "data", "offline", "temperature"}
+                settings = {name: types[name](run[name]) for name in names if name in run}
+                settings["offline"] = run["offline"]
+                settings["temperature"] = float(run["eval_temperature"])
+                settings["data"] = str(run["eval_data"] or run["data"])
+                settings["held_out_of"] = "" if run["eval_data"] else settings["data"]
+                settings["eval_hash"] = run.get("eval_hash", "")
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ValueError(
+                    f"{path} is damaged ({type(error).__name__}: {error}): it says how the run of "
+                    "this adapter measured itself. Restore it, or move the adapter elsewhere."
+                ) from error
             return settings
     return agentflow.adapter_settings(adapter)
 
@@ -506,20 +542,19 @@ def held_out_questions(data: str, split: bool) -> list[Question]:
     if data == "builtin":
         return load_questions(DATA / "heldout.jsonl")
     questions = load_questions(data)
-    return split_questions(questions)[1] if split else questions
+    if split and not (questions := split_questions(questions)[1]):
+        raise ValueError(f"{data} leaves no question held out: name others with --eval_data.")
+    return questions
 
 
-def check_ranges(config, least: dict[str, float]) -> None:
-    """Raises ValueError with a sentence for the first number below what makes sense."""
-    for name, value in least.items():
-        if not getattr(config, name, value) >= value:  # NaN is refused too
-            raise ValueError(f"--{name} must be at least {value}, not {getattr(config, name)}.")
+def data_hash(questions: list[Question]) -> str:
+    """A fingerprint of questions and references: is this still the same set?"""
+    text = json.dumps([[q.id, q.text, q.references] for q in questions], ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-LEAST = {
-    "max_turns": 1, "max_completion_length": 1, "max_frozen_length": 1, "max_prompt_length": 1,
-    "eval_questions": 0, "lora_r": 1, "temperature": 0, "eval_temperature": 0,
-}  # fmt: skip
+def same_file(one: str, other: str | None) -> bool:
+    return other is not None and Path(one).resolve() == Path(other).resolve()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -528,10 +563,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         defaults = settings_of_run(first.parse_known_args(arguments)[0].adapter)
         config = agentflow.parse_flags(EvalConfig, arguments, __doc__, defaults)
-        check_ranges(config, LEAST)
-        if config.json and not Path(config.json).absolute().parent.is_dir():
-            raise ValueError(f"--json: there is no folder {Path(config.json).absolute().parent}.")
-        questions = held_out_questions(config.data, config.data == defaults.get("held_out_of"))
+        agentflow.check_ranges(config)
+        if config.json:
+            open(config.json, "a", encoding="utf-8").close()  # better refused now than at the end
+        of_run = same_file(config.data, defaults.get("data"))
+        questions = held_out_questions(config.data, of_run and bool(defaults["held_out_of"]))
+        if of_run and defaults["eval_hash"] not in ("", data_hash(questions)):
+            print("note: the run measured itself on other questions; the file has changed since.",
+                  file=sys.stderr)
         questions = questions[: config.eval_questions or None]
         tools = agentflow.tools_from_flags(
             config.tools, config.offline, config.model, config.data
@@ -549,11 +588,8 @@ def main(arguments: list[str] | None = None) -> int:
             agentflow.sampling_of(config, config.temperature),
             config.seed,
         )
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         return agentflow.fail(error)
-    except KeyboardInterrupt:
-        print("\nstopped: nothing was measured.", file=sys.stderr)
-        return 130
     print(f"{len(questions)} questions, T_max {config.max_turns}")
     print(table({"trained" if config.adapter else "untrained": result}))
     if config.json:
@@ -564,4 +600,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(agentflow.run_command(main))

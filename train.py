@@ -254,8 +254,9 @@ def update(
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         if not torch.isfinite(norm):
             raise FloatingPointError(
-                f"The gradient is {norm.item()}: the step is not taken. Lower --learning_rate, or "
-                "look at the last lines of metrics.jsonl for a jump in kl or in the sampler's gap."
+                f"The gradient is {norm.item()}: the step is not taken. Start again with a lower "
+                "--learning_rate; the last lines of metrics.jsonl show whether kl or the sampler's "
+                "gap jumped."
             )
         before_step()
         optimizer.step()
@@ -454,37 +455,35 @@ MAY_CHANGE = {
     "max_steps", "output_dir", "resume", "save_steps", "eval_steps", "log_rollouts", "device",
     "micro_batch_tokens",
 }
-
-
-def data_hash(questions: list) -> str:
-    """A fingerprint of the training questions, so that a resumed run learns from the same."""
-    text = json.dumps([[q.id, q.text, q.references] for q in questions], ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+# What may be mended when a run stopped over it. It changes what is learnt: the new value is written
+# into run_config.json.
+MAY_BE_MENDED = {"max_prompt_length"}
 
 
 class Run:
     """The run folder of one training run: configuration, metrics, roll-outs, checkpoints."""
 
-    def __init__(self, config: Config, questions: list) -> None:
+    def __init__(self, config: Config, questions: list, held_out: list) -> None:
         self.folder = Path(config.output_dir or time.strftime("runs/%Y-%m-%d-%H%M%S"))
         self.config = config
         self.description = {
             **dataclasses.asdict(config),
             "output_dir": str(self.folder),
-            "data_hash": data_hash(questions),
+            "data_hash": evaluation.data_hash(questions),
+            "eval_hash": evaluation.data_hash(held_out),
             "versions": versions(),
         }
         path = self.folder / "run_config.json"
         if config.resume:
             self.check_same(path)
-        elif path.exists():
+        elif path.exists() or (self.folder / "metrics.jsonl").exists() or self.checkpoints():
             raise ValueError(
                 f"{self.folder} already holds a run. Add --resume to go on with it, or choose "
                 "another --output_dir."
             )
-        else:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(path, self.description)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = lock_folder(self.folder)
+        write_json(path, self.description)
         (self.folder / "rollouts").mkdir(exist_ok=True)
 
     def check_same(self, path: Path) -> None:
@@ -492,14 +491,14 @@ class Run:
         if not self.config.output_dir:
             raise ValueError("--resume goes on in --output_dir: name the folder of the run.")
         try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            before = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
             raise ValueError(
                 f"--resume: {path} cannot be read, so {self.folder} is no run that can go on."
             ) from error
-        names = [field.name for field in dataclasses.fields(Config)] + ["data_hash"]
-        for name in names:
-            if name not in MAY_CHANGE and before.get(name) != self.description[name]:
+        names = {field.name for field in dataclasses.fields(Config)} | {"data_hash", "eval_hash"}
+        for name in sorted(names - MAY_CHANGE - MAY_BE_MENDED):
+            if before.get(name) != self.description[name]:
                 raise ValueError(
                     f"--resume: {self.folder} was started with {name} = {before.get(name)!r}, now "
                     f"it is {self.description[name]!r}. Give the same flags, or another folder."
@@ -518,10 +517,14 @@ class Run:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir()
             backbone.save_adapter(beside)
-            torch.save(optimizer.state_dict(), beside / "optimizer.pt")
             # Questions and samples are hashed from (seed, step, ...): nothing in training draws
             # from torch's generator. Its state is kept for whoever adds something that does.
-            torch.save({"torch": torch.get_rng_state()}, beside / "rng_state.pth")
+            random_state = {"torch": torch.get_rng_state()}
+            try:
+                torch.save(optimizer.state_dict(), beside / "optimizer.pt")
+                torch.save(random_state, beside / "rng_state.pth")
+            except RuntimeError as error:  # that is how torch says that the disk is full
+                raise OSError(f"{beside} cannot be written: {error}") from error
             write_json(beside / "trainer_state.json", {"step": step})
             os.replace(beside, final)
         backbone.save_adapter(self.folder)
@@ -529,6 +532,16 @@ class Run:
     def load_last(self, backbone, optimizer) -> int:
         """Load the last checkpoint and forget what was logged after it; returns its step."""
         found = self.checkpoints()
+        try:
+            return self._load(found, backbone, optimizer)
+        except Exception as error:  # whatever a damaged file makes a reader say
+            name = found[-1] if found else self.folder / "metrics.jsonl"
+            raise ValueError(
+                f"--resume: {name} is damaged ({type(error).__name__}: {error}). Move it away to "
+                "go on from what was saved before it."
+            ) from error
+
+    def _load(self, found: list[Path], backbone, optimizer) -> int:
         step = 0
         if found:
             backbone.load_adapter(found[-1])
@@ -537,6 +550,8 @@ class Run:
             optimizer.load_state_dict(state)
             torch.set_rng_state(torch.load(found[-1] / "rng_state.pth", weights_only=True)["torch"])
             step = json.loads((found[-1] / "trainer_state.json").read_text())["step"]
+            if found[-1].name != f"checkpoint-{step}":
+                raise ValueError(f"trainer_state.json says that this is step {step}")
         self.rewrite_metrics(step)
         return step
 
@@ -573,7 +588,28 @@ class Run:
         if not path.exists():
             return None
         lines = path.read_text(encoding="utf-8").split("\n")
-        return evaluation.summarise([json.loads(line) for line in lines if line])
+        try:
+            return evaluation.summarise([json.loads(line) for line in lines if line])
+        except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"{path} is damaged ({error}): move it away to measure anew."
+            ) from error
+
+
+def lock_folder(folder: Path):
+    """Two runs in one folder would write over each other. The lock ends with the process."""
+    file = open(folder / "run.lock", "w")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows has no such lock
+        pass
+    except OSError as error:
+        raise ValueError(
+            f"{folder} is in use by another run: wait for its end, or choose another --output_dir."
+        ) from error
+    return file
 
 
 def versions() -> dict[str, str]:
@@ -629,13 +665,17 @@ class InterruptLater:
     def _note(self, *_) -> None:
         self.pending = True
 
-    def release(self) -> None:
-        """Raises KeyboardInterrupt if Ctrl-C was pressed meanwhile."""
+    def drop(self) -> bool:
+        """Ends the hold; was Ctrl-C pressed meanwhile?"""
         if self.holding:
             signal.signal(signal.SIGINT, self.previous)
             self.previous = None
-        if self.pending:
-            self.pending = False
+        pressed, self.pending = self.pending, False
+        return pressed
+
+    def release(self) -> None:
+        """Ends the hold. Raises KeyboardInterrupt if Ctrl-C was pressed meanwhile."""
+        if self.drop():
             raise KeyboardInterrupt
 
 
@@ -745,16 +785,22 @@ def train(config: Config, run: Run, questions, held_out, tools, backbone) -> dic
                     middle = measure(backbone, held_out, tools, config, f"held out, step {step}")
                     metrics["eval/accuracy"] = middle["accuracy"]
             finally:  # a step that was taken is logged, whatever happens after it
+                interrupt.hold()
                 run.log(metrics)
                 print(step_line(metrics, config.num_questions), flush=True)
             if step % config.save_steps == 0:
                 run.save(step, backbone, optimizer)
+            interrupt.release()
+        interrupt.hold()
+        run.save(done, backbone, optimizer)
+        interrupt.release()
     except BaseException:  # Ctrl-C, a full disk, a gradient that is no number: nothing is lost
         if interrupt.holding:  # the step failed after its update: the weights are this step's
             done = step
+        interrupt.hold()  # an impatient second Ctrl-C waits too
         run.save(done, backbone, optimizer)
+        interrupt.drop()
         raise
-    run.save(done, backbone, optimizer)
     after = measure(backbone, held_out, tools, config, "held out, after")
     run.write_evaluation("eval_after", after)
     summary = {
@@ -776,8 +822,9 @@ def train(config: Config, run: Run, questions, held_out, tools, backbone) -> dic
     return summary
 
 
+TURN_LABELS = 32  # tokens of a turn's labels, tool name, error and verdict in the memory
 LEAST = {
-    **evaluation.LEAST, "num_questions": 1, "max_steps": 0, "num_iterations": 1, "save_steps": 1,
+    **agentflow.LEAST, "num_questions": 1, "max_steps": 0, "num_iterations": 1, "save_steps": 1,
     "micro_batch_tokens": 1, "eval_steps": 0, "log_rollouts": 0, "learning_rate": 0, "beta": 0,
     "epsilon": 0, "epsilon_high": 0,
 }  # fmt: skip
@@ -793,7 +840,7 @@ def prepare(config: Config):
             "--num_generations must be at least 2: an advantage compares the roll-outs of a "
             "question with each other (Eq. 7), and one alone teaches nothing."
         )
-    evaluation.check_ranges(config, LEAST)
+    agentflow.check_ranges(config, LEAST)
     if config.temperature == 0:
         raise ValueError("--temperature must be above 0: without sampling all roll-outs are equal.")
     built_in = config.data == "builtin"
@@ -817,22 +864,29 @@ def prepare(config: Config):
         lora_alpha=config.lora_alpha,
         seed=config.seed,
     )
-    longest = max((question.text for question in [*questions, *held_out]), key=len)
-    ask = planner_ask(longest, "", tools, "")
-    needed = backbone.prompt_length(ask) + config.max_frozen_length  # the analysis comes in too
+    check_prompt_room(config, backbone, tools, [*questions, *held_out])
+    return questions, held_out, tools, backbone
+
+
+def check_prompt_room(config: Config, backbone, tools, questions) -> None:
+    """Raises ValueError where a prompt could outgrow --max_prompt_length with no result in it."""
+    by_size = sorted((q.text for q in questions), key=lambda text: len(text.encode()))
+    bare = max(backbone.prompt_length(planner_ask(text, "", tools, "")) for text in by_size[-50:])
+    # The analysis comes in too, and of each turn what is never cut: sub-goal, command and labels.
+    turn = config.max_completion_length + config.max_frozen_length + TURN_LABELS
+    needed = bare + config.max_frozen_length + config.max_turns * turn
     if needed > config.max_prompt_length:
         raise ValueError(
-            f"The longest question needs a prompt of up to {needed} tokens before anything is "
-            f"known: raise --max_prompt_length ({config.max_prompt_length})."
+            f"The longest question needs a prompt of up to {needed} tokens, results not counted: "
+            f"raise --max_prompt_length ({config.max_prompt_length})."
         )
-    return questions, held_out, tools, backbone
 
 
 def main(arguments: list[str] | None = None) -> int:
     config = agentflow.parse_flags(Config, arguments, __doc__)
     try:
         questions, held_out, tools, backbone = prepare(config)
-        run = Run(config, questions)
+        run = Run(config, questions, held_out)
     except (ValueError, OSError) as error:
         return agentflow.fail(error)
     if config.deterministic:
@@ -857,4 +911,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(agentflow.run_command(main))

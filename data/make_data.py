@@ -152,7 +152,7 @@ def make_questions(elements: list[dict], held_out: bool, counts: dict, seed: int
     return shuffled
 
 
-TRAIN_COUNTS = {"lookup": 400, "arithmetic": 1000, "two-step": 1000}
+TRAIN_COUNTS = {"lookup": 450, "arithmetic": 750, "two-step": 1200}
 HELD_OUT_COUNTS = {"lookup": 60, "arithmetic": 65, "two-step": 75}
 
 

@@ -61,12 +61,15 @@ class RightAgent:
     def __init__(self, task: make_data.Task) -> None:
         self.task = task
         self.find = self.fact = self.calculate = ""
+        asked = task.question.removeprefix("What is ").removesuffix("?")
+        if task.kind != "lookup":
+            self.calculate = f"Calculate {asked}."
         if task.fact:
             attribute, name, _ = task.fact
-            self.find = f"Find the {attribute} of the element {name}."
+            # What it is for stands beside it in the memory, where the next sub-goal finds it.
+            purpose = f" for {asked}" if self.calculate else ""
+            self.find = f"Find the {attribute} of the element {name}{purpose}."
             self.fact = make_data.fact_sentence(*task.fact)
-        if task.kind != "lookup":
-            self.calculate = f"Calculate {task.question.removeprefix('What is ')[:-1]}."
 
     def missing(self, memory: str) -> str:
         """What the next step has to bring: "fact", "calculation" or "" (nothing is missing)."""
@@ -99,6 +102,7 @@ class RightAgent:
             return self.analysis()
         if ask.module == "executor":
             context, goal = re.match(r"Context: (.*)\nSub-Goal: (.*)", ask.user).groups()
+            goal = re.sub(r"(Find .*) for .*", r"\1.", goal)  # the purpose is no part of the search
             query = goal if context in ("", "none") else f"{goal} {context}"
             url = f', url="{WIKIPEDIA}"' if "url: str" in ask.system else ""
             return f'execution = tool.execute(query="{query}"{url})'
@@ -526,7 +530,7 @@ def learn_copying(
 
 # Rows of one optimiser step, by module: many of the short ones that copy, few of the long ones
 # that are soon learnt (a verifier's prompt is the longest, and its reply one of a few).
-MIX = {"analyst": 10, "planner": 24, "executor": 14, "tool": 20, "verifier": 4, "generator": 10}
+MIX = {"analyst": 14, "planner": 18, "executor": 14, "tool": 24, "verifier": 8, "generator": 12}
 
 
 def chat_ids(tokenizer, system: str, user: str) -> list[int]:
@@ -558,9 +562,11 @@ def learn_transcripts(backbone, transcripts: Transcripts, seconds: float, peak: 
         for group in optimizer.param_groups:
             group["lr"] = rate
         report = {}
-        for module, count in [*MIX.items(), ("copying", 18)]:
+        for module, count in [*MIX.items(), ("copying", 0)]:
             if module == "copying":
-                length, system = rng.randint(6, 24), rng.choice(heads)
+                # As long as a memory gets: short ones alone unlearn copying from further back.
+                length, system = rng.randint(*rng.choice([(6, 24), (24, 90)])), rng.choice(heads)
+                count = max(6, 1200 // (length + 20))
                 rows = copying_rows(backbone.tokenizer, rng, count, length, system)
                 loss, right, number = loss_of(backbone, *rows)
             else:
@@ -628,7 +634,7 @@ def main() -> None:
         learn_copying(backbone, rng, [None], longest=8, goal=200, seconds=limit)
         save(backbone)
     if not arguments.resume or arguments.copy:
-        learn_copying(backbone, rng, transcripts.heads(), longest=8, goal=120, seconds=limit)
+        learn_copying(backbone, rng, transcripts.heads(), longest=8, goal=160, seconds=limit)
         save(backbone)
     learn_transcripts(backbone, transcripts, 60 * arguments.minutes, arguments.learning_rate)
     save(backbone)

@@ -16,6 +16,7 @@ Backbone = agentflow.Backbone
 right_hidden = Backbone._hidden
 right_packed_hidden = Backbone.packed_hidden
 right_head = Backbone._head
+right_known_start = Backbone._known_start
 right_retire = Backbone._retire
 right_reply = Backbone._reply
 right_choose = agentflow.choose
@@ -87,14 +88,27 @@ def start_that_sees_itself_whole(self, start, lengths, device, dtype):
 
 def one_head_for_all(self, lane, row):
     """Static keys and values found by the gate alone, whatever the system text."""
-    length, kv = right_head(self, lane, row)
+    ids, _ = right_head(self, lane, row)
     first = next(head for (_, gate), head in self._heads.items() if gate == row.gate)
-    return min(length, first.shape[3]), first
+    return ids[: first.shape[3]], first
 
 
-def head_taken_unchecked(self, lane, row):
-    _, kv = right_head(self, lane, row)
+def head_taken_unchecked(self, lane, group):
+    _, kv = right_head(self, lane, group[0])
     return kv.shape[3], kv
+
+
+def last_prompt_taken_unchecked(self, lane, group):
+    """Whatever the module said last is taken for the start of what it says now."""
+    _, kv = self._last_prompts.get(("executor", group[0].requests[0].flow, group[0].gate))
+    if kv is None:
+        return right_known_start(self, lane, group)
+    return min(kv.shape[3], len(group[0].prompt_ids) - 1), kv
+
+
+def planners_prompts_kept(self):
+    self.adapter_version += 1
+    self._heads = {key: head for key, head in self._heads.items() if not key[1]}
 
 
 def rows_moved_without_their_keys(self, lane):
@@ -179,7 +193,13 @@ ENGINE_MUTANTS = [
     Mutant("an update forgets the frozen heads too", "agentflow",
            "Backbone.adapter_changed", everything_forgotten,
            HERE + "after_an_update_samples_come_from_the_new_weights_and_frozen_heads_stay_cached"),
-    Mutant("a greedy planner request answered by the frozen model", "agentflow", "Row.same",
+    Mutant("last turn's keys and values used past where the prompts part", "agentflow",
+           "Backbone._known_start", last_prompt_taken_unchecked,
+           HERE + "a_prompt_is_prefilled_only_from_where_it_leaves_the_last_one_of_its_flow"),
+    Mutant("the planner's last prompt outlives an update", "agentflow",
+           "Backbone.adapter_changed", planners_prompts_kept,
+           HERE + "an_update_forgets_the_planners_last_prompts_and_keeps_the_others"),
+    Mutant("a greedy planner request answered by the frozen model", "agentflow", "Draft.same",
            same_for_planner_and_frozen,
            HERE + "greedy_requests_with_equal_prompts_but_other_weights_or_limits_stay_apart"),
     Mutant("positions off by one in decoding", "agentflow", "Backbone._hidden", late_positions,
@@ -196,7 +216,7 @@ ENGINE_MUTANTS = [
            HERE + "packed_rows_with_a_common_start_equal_row_by_row_forwards"),
     Mutant("one static head for all system texts", "agentflow", "Backbone._head",
            one_head_for_all, HERE + "static_heads_are_computed_once_and_change_no_log_prob"),
-    Mutant("static head used past the prompt's own ids", "agentflow", "Backbone._head",
+    Mutant("static head used past the prompt's own ids", "agentflow", "Backbone._known_start",
            head_taken_unchecked,
            HERE + "a_head_is_used_only_as_far_as_the_prompts_own_ids_agree_with_it"),
     Mutant("rows change slots without their keys and values", "agentflow", "Backbone._retire",

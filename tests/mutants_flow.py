@@ -87,8 +87,8 @@ def tiled(questions, group_size, backbone, tools, limits, sampling, seed, step, 
     return agentflow.drive(flows, keys, backbone, sampling)
 
 
-def frozen_modules_explore(self, ask, key):
-    return agentflow.Request(ask, self.temperature, 8, key)
+def frozen_modules_explore(self, ask, key, flow=None):
+    return agentflow.Request(ask, self.temperature, 8, key, flow)
 
 
 # ---------------------------------------------------------------------------------------- training

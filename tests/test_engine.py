@@ -79,8 +79,8 @@ def move_adapter(made, seed):
 
 
 def request(user, module="executor", temperature=0.0, max_tokens=12, key=(0, 0, 0, 0, 0),
-            system="You are a tool."):  # fmt: skip
-    return agentflow.Request(Ask(module, system, user), temperature, max_tokens, key)
+            system="You are a tool.", flow=None):  # fmt: skip
+    return agentflow.Request(Ask(module, system, user), temperature, max_tokens, key, flow)
 
 
 def ragged_requests(count=12, temperature=1.0, module="executor"):
@@ -486,6 +486,67 @@ def test_a_head_is_used_only_as_far_as_the_prompts_own_ids_agree_with_it():
     for reply in replies:
         oracle = hf_logp(model, reply.prompt_ids, reply.response_ids)
         assert (torch.tensor(reply.logp) - oracle).abs().max() < 1e-5
+
+
+def prefilled_tokens(made):
+    """A list that fills with the number of tokens of every tail that is computed from now on."""
+    lengths, prefill = [], made._prefill_rows
+
+    def counted(lane, kv, tails, *rest):
+        lengths.extend(len(tail) for tail in tails)
+        return prefill(lane, kv, tails, *rest)
+
+    made._prefill_rows = counted
+    return lengths
+
+
+def test_a_prompt_is_prefilled_only_from_where_it_leaves_the_last_one_of_its_flow():
+    """Three turns of one flow; the third's prompt leaves the second's early. Another flow, and
+    another module of this one, share nothing with it."""
+    model = tiny_model()
+    made = backbone(model)
+    turns = ["ask step 1", "ask step 1 and then step 2", "ask step X and something else"]
+    made.generate([request("ask", flow="other")])  # the head is computed here
+    lengths, last = prefilled_tokens(made), ()
+    for user in turns:
+        [reply] = made.generate([request(user, temperature=1.0, flow="one")])
+        head = made._head_ids("You are a tool.")
+        prompt = tuple(reply.prompt_ids)
+        known = max(agentflow.common_prefix([prompt, old]) for old in (head, last))
+        assert lengths == [len(reply.prompt_ids) - known]
+        oracle = hf_logp(model, reply.prompt_ids, reply.response_ids)
+        assert (torch.tensor(reply.logp) - oracle).abs().max() < 1e-5
+        last = prompt
+        lengths.clear()
+    for flow, module in (("other", "executor"), ("one", "verifier")):
+        made.generate([request(turns[2], module, flow=flow)])
+    assert min(lengths) > len("step X and something else")
+
+
+def test_an_update_forgets_the_planners_last_prompts_and_keeps_the_others():
+    model = tiny_model()
+    made = backbone(model, adapter=True)
+    users = {"planner": "ask step 1", "executor": "ask step 1"}
+    made.generate([request(user, module, 1.0, flow="one") for module, user in users.items()])
+    kept = made._last_prompts.get(("executor", "one", 0))[1]
+    move_adapter(made, seed=5)
+    assert made._last_prompts.get(("executor", "one", 0))[1] is kept is not None
+    [reply] = made.generate([request("ask step 1 and step 2", "planner", 1.0, flow="one")])
+    oracle = hf_logp(merged(model, made), reply.prompt_ids, reply.response_ids)
+    assert (torch.tensor(reply.logp) - oracle).abs().max() < 1e-5, "old keys and values"
+
+
+def test_no_more_prompts_are_kept_than_there_is_room_for():
+    cache = agentflow.PromptCache(room=10)
+    for name in "abc":
+        cache.put((name, 0), (1, 2, 3, 4), torch.zeros(1))
+    assert cache.get(("a", 0)) == ((), None) and cache.get(("c", 0))[0] == (1, 2, 3, 4)
+    cache.put(("b", 0), (1,), torch.zeros(1))  # the shorter one takes the longer one's place
+    cache.put(("d", 1), (1, 2, 3, 4, 5), torch.zeros(1))
+    assert [key for key, _ in cache.entries] == ["c", "b", "d"] and cache.room == 0
+    cache.forget_planner()
+    cache.put(("e", 0), tuple(range(11)), torch.zeros(1))  # more than there is room for
+    assert not cache.entries and cache.room == 10
 
 
 def test_no_more_heads_are_kept_than_the_bound(monkeypatch):

@@ -176,3 +176,19 @@ def test_kinds_and_metrics_that_are_not_there_are_refused_in_a_sentence():
         evaluation.score("poem", "A", "A")
     with pytest.raises(ValueError, match="unknown metric 'bleu'"):
         evaluation.score("text", "A", "A", metric="bleu")
+
+
+@pytest.mark.parametrize(
+    "answer, response, reward",
+    [
+        (0.00001, "0.00001", 1),
+        (1e20, "100000000000000000000", 1),
+        (["7", "seven"], "7.0", 1),  # each alias by its own kind
+        (["7", "seven"], "Seven", 1),
+        (["7", "seven"], "8", 0),
+        (True, "true", 1),
+    ],
+)
+def test_a_reference_from_a_json_file_is_compared_as_what_it_is(answer, response, reward):
+    question = evaluation.read_question({"question": "q", "answer": answer}, "file, line 1", 1)
+    assert question.reward(f"<answer>{response}</answer>") == reward

@@ -1,8 +1,10 @@
 """train.py and eval.py as their users run them: the run folder, resume, bad input, the update."""
 
+import dataclasses
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -210,6 +212,89 @@ def test_ctrl_c_saves_what_there_is_and_exits_130_and_resume_goes_on(tmp_path, f
     assert [row["step"] for row in read(folder / "metrics.jsonl")] == list(range(1, done + 2))
 
 
+def press_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.01)  # Python raises between two instructions, a moment later
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_an_impatient_ctrl_c_while_saving_loses_nothing(tmp_path, few_questions, monkeypatch, last):
+    """Pressed in the middle of the last save, or (not last) of the save after a first Ctrl-C."""
+    folder, save_adapter = tmp_path / "run", agentflow.Backbone.save_adapter
+
+    def pressed(self, place):
+        press_ctrl_c()
+        save_adapter(self, place)
+
+    monkeypatch.setattr(agentflow.Backbone, "save_adapter", pressed)
+    if not last:
+        monkeypatch.setattr(train.Run, "log", lambda self, row: press_ctrl_c())
+    assert run("--max_steps", 1 if last else 5, "--eval_data", few_questions, "--num_questions", 2,
+               "--num_generations", 2, "--output_dir", folder) == 130
+    assert (folder / "checkpoint-1" / "trainer_state.json").is_file()
+    assert not list(folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "trainer_state.json", "rng_state.pth"])
+def test_a_damaged_checkpoint_is_named(finished_run, few_questions, tmp_path, capsys, name):
+    folder = tmp_path / "damaged"
+    shutil.copytree(finished_run, folder)
+    content = (folder / "checkpoint-3" / name).read_bytes()
+    (folder / "checkpoint-3" / name).write_bytes(content[: len(content) // 2])
+    assert run("--max_steps", 4, "--deterministic", "--eval_data", few_questions, *SMALL,
+               "--output_dir", folder, "--resume") == 2
+    assert "checkpoint-3 is damaged" in capsys.readouterr().err
+
+
+def test_two_runs_cannot_write_into_one_folder(tmp_path):
+    questions = evaluation.load_questions(DATA / "heldout.jsonl")
+    config = train.Config(output_dir=str(tmp_path / "run"))
+    first = train.Run(config, questions, questions)
+    with pytest.raises(ValueError, match="in use"):
+        train.Run(dataclasses.replace(config, resume=True), questions, questions)
+    first.lock.close()
+    train.Run(dataclasses.replace(config, resume=True), questions, questions).lock.close()
+
+
+def test_held_out_questions_that_changed_are_noticed(tmp_path, few_questions, capsys):
+    mine, folder = tmp_path / "mine.jsonl", tmp_path / "run"
+    shutil.copy(few_questions, mine)
+    common = ["--eval_data", mine, "--num_questions", 2, "--num_generations", 2,
+              "--output_dir", folder]
+    assert run("--max_steps", 0, *common) == 0
+    lines = mine.read_text(encoding="utf-8").splitlines()
+    mine.write_text("\n".join(lines[:6]) + "\n", encoding="utf-8")
+    assert run("--max_steps", 1, *common, "--resume") == 2
+    assert "eval_hash" in capsys.readouterr().err
+    assert evaluation.main(["--adapter", str(folder)]) == 0
+    assert "other questions" in capsys.readouterr().err
+
+
+def test_weights_that_ran_away_are_said_to_have(capsys, tmp_path, few_questions):
+    assert run("--max_steps", 2, "--learning_rate", 1e30, "--eval_data", few_questions, *SMALL,
+               "--output_dir", tmp_path / "run") == 2
+    errors = capsys.readouterr().err
+    assert "no numbers" in errors or "gradient is" in errors
+
+
+@pytest.mark.parametrize("damage", ["no tokenizer", "a layer too few", "half the weights"])
+def test_a_damaged_model_folder_is_refused(tmp_path, capsys, damage):
+    folder = tmp_path / "model"
+    shutil.copytree(agentflow.BUILTIN, folder)
+    weights = folder / "model.safetensors"
+    if damage == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+    elif damage == "a layer too few":
+        config = json.loads((folder / "config.json").read_text())
+        config["num_hidden_layers"] += 1
+        config.pop("layer_types", None)
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
+        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    assert run("--model", folder, "--offline") == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_a_resume_folder_of_another_configuration_is_refused(finished_run, few_questions, capsys):
     assert run("--max_steps", 4, "--deterministic", "--eval_data", few_questions, *SMALL,
                "--output_dir", finished_run, "--resume", "--learning_rate", 0.5) == 2
@@ -236,8 +321,11 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(finished_run, few_question
         (["--resume"], "--output_dir"),
         (["--resume", "--output_dir", "/no/such/run"], "/no/such/run"),
         (["--device", "quantum"], "quantum"),
-        (["--device", "cuda"], "CUDA"),
+        (["--device", "mps" if torch.cuda.is_available() else "cuda"], "--device cpu"),
         (["--learning_rate", "nan"], "--learning_rate"),
+        (["--learning_rate", "inf"], "--learning_rate"),
+        (["--lora_alpha", "0"], "--lora_alpha"),
+        (["--seed", "9" * 30], "--seed"),
         (["--max_prompt_length", "60"], "--max_prompt_length"),
         (["--output_dir", str(ROOT / "README.md")], "README.md"),
     ],
@@ -264,6 +352,10 @@ def test_an_unknown_flag_names_the_nearest_one(capsys):
         ('{"id": 1, "question": "q", "answer": "a"}\n{"id": 1, "question": "r", "answer": "b"}',
          "same id"),
         ("", "no question"),
+        ('{"question": "q", "answer": "a"}\n{"question": "\\ud800", "answer": "a"}', "line 2"),
+        ('{"question": "q", "answer": NaN}', "line 1"),
+        ('{"question": "q", "answer": ["a", ["b"]]}', "line 1"),
+        ("[" * 200_000, "too deeply"),
     ],
 )
 def test_a_malformed_question_file_names_the_line(content, says, tmp_path, capsys):
