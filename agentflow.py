@@ -1054,8 +1054,9 @@ class Backbone:
         lane.rows += rows
         temperatures, draws = self._draws(rows, steps=1)
         ids, logp = choose(lane.lm_head(hidden)[source], temperatures, draws[0])
-        finite(logp.tolist())
-        for row, token, value in zip(rows, ids.tolist(), logp.tolist(), strict=True):
+        ids, logp = ids.tolist(), logp.tolist()
+        finite(logp)
+        for row, token, value in zip(rows, ids, logp, strict=True):
             row.ids.append(token)
             row.logp.append(value)
 
@@ -1185,6 +1186,20 @@ def load_tokenizer(path: str):
         return AutoTokenizer.from_pretrained(path)
 
 
+def find_device(name: str | torch.device) -> torch.device:
+    """The device by name, "auto" the fastest here. Raises ValueError where there is none such."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
+             "cpu": True}
+    if name == "auto":
+        name = next(kind for kind, is_there in there.items() if is_there)
+    kind = str(name).split(":")[0]
+    if not re.fullmatch(r"(cpu|cuda|mps)(:\d+)?", str(name)):
+        raise ValueError(f"There is no device {name!r}: use auto, cpu, cuda or mps.")
+    if not there[kind]:
+        raise ValueError(f"There is no {kind.upper()} device here: use --device cpu, or auto.")
+    return torch.device(name)
+
+
 def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_alpha=32, seed=0,
                   slots=64, stride=None, max_context=None) -> Backbone:
     """A backbone by name: "builtin", "smollm2", a local Hugging Face folder, or a hub name.
@@ -1192,16 +1207,8 @@ def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_al
     device: "auto" takes CUDA, then Apple's MPS, then the CPU. dtype: fp32 on a CPU, else bf16.
     The rest is `Backbone`'s. Raises ValueError, with what to do, where there is no such model.
     """
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
-             "cpu": True}
-    if device == "auto":
-        device = next(kind for kind, is_there in there.items() if is_there)
-    kind = str(device).split(":")[0]
-    if not re.fullmatch(r"(cpu|cuda|mps)(:\d+)?", str(device)):
-        raise ValueError(f"There is no device {device!r}: use auto, cpu, cuda or mps.")
-    if not there[kind]:
-        raise ValueError(f"There is no {kind.upper()} device here: use --device cpu, or auto.")
-    dtype = dtype or (torch.float32 if kind == "cpu" else torch.bfloat16)
+    device = find_device(device)
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     if model in ("builtin", "smollm2"):
         path = str(BUILTIN if model == "builtin" else smollm2_folder())
     else:
@@ -1229,14 +1236,21 @@ def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_al
     backbone = Backbone(language_model, tokenizer, device=device, lora_r=lora_r,
                         lora_alpha=lora_alpha, seed=seed, slots=slots, stride=stride,
                         max_context=max_context)
+    check_chat(backbone, model)
+    return backbone
+
+
+def check_chat(backbone: Backbone, model: str) -> None:
+    """Raises ValueError where a prompt does not hold what was asked: a template without the
+    message, or a folder without its vocabulary, would otherwise answer something else."""
     try:
-        shown = tokenizer.decode(backbone.prompt_ids(Ask("planner", "Be brief.", "Why 42?")))
+        ids = backbone.prompt_ids(Ask("planner", "Be brief.", "Why 42?"))
+        shown = backbone.tokenizer.decode(ids)
     except Exception as error:  # a template is a program
         raise ValueError(f"The chat template of {model} fails: {error}") from error
     if not ("Be brief." in shown and "Why 42?" in shown):
         raise ValueError(f"The tokenizer or the chat template of {model} loses what it is given: "
                          "download it again, tokenizer.json included.")
-    return backbone
 
 
 # ------------------------------------------------------------------------------------------------

@@ -450,14 +450,12 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
     write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-# What may differ between a run and its resumption: how long and where, not what is learnt.
+# What may differ between a run and its resumption: how long and where, not what is learnt; and the
+# limit that a run may have stopped over.
 MAY_CHANGE = {
     "max_steps", "output_dir", "resume", "save_steps", "eval_steps", "log_rollouts", "device",
-    "micro_batch_tokens",
+    "micro_batch_tokens", "max_prompt_length",
 }
-# What may be mended when a run stopped over it. It changes what is learnt: the new value is written
-# into run_config.json.
-MAY_BE_MENDED = {"max_prompt_length"}
 
 
 class Run:
@@ -497,7 +495,7 @@ class Run:
                 f"--resume: {path} cannot be read, so {self.folder} is no run that can go on."
             ) from error
         names = {field.name for field in dataclasses.fields(Config)} | {"data_hash", "eval_hash"}
-        for name in sorted(names - MAY_CHANGE - MAY_BE_MENDED):
+        for name in sorted(names - MAY_CHANGE):
             if before.get(name) != self.description[name]:
                 raise ValueError(
                     f"--resume: {self.folder} was started with {name} = {before.get(name)!r}, now "

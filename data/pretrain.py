@@ -436,8 +436,8 @@ def copying_rows(tokenizer, rng: random.Random, count: int, length: int, system:
     A span begins anywhere, so nothing but its first tokens says what to copy: the model has to find
     where they stood and to go on from there. That is what every module does with a name or a
     number of its prompt. (Copying a text from its beginning is easier and teaches less: position
-    alone tells what comes next.) A third of the longer texts use few different tokens, so that
-    one token back is not enough to find the place.
+    alone tells what comes next.) A third of the texts are numbers and signs in turn, a
+    third of the longer ones use few different tokens: there one token back is not enough.
     system: the head of a real prompt, before the random text as in a chat; None: the text alone. A
     model that has copied without a head only cannot do it behind one.
     scored: which response tokens can be known: not a span's first ones, nor the mark behind it.
@@ -562,7 +562,7 @@ def learn_transcripts(backbone, transcripts: Transcripts, seconds: float, peak: 
         for group in optimizer.param_groups:
             group["lr"] = rate
         report = {}
-        for module, count in [*MIX.items(), ("copying", 0)]:
+        for module in [*MIX, "copying"]:
             if module == "copying":
                 # As long as a memory gets: short ones alone unlearn copying from further back.
                 length, system = rng.randint(*rng.choice([(6, 24), (24, 90)])), rng.choice(heads)
@@ -570,7 +570,7 @@ def learn_transcripts(backbone, transcripts: Transcripts, seconds: float, peak: 
                 rows = copying_rows(backbone.tokenizer, rng, count, length, system)
                 loss, right, number = loss_of(backbone, *rows)
             else:
-                rows = training_batch(transcripts, backbone.tokenizer, module, count)
+                rows = training_batch(transcripts, backbone.tokenizer, module, MIX[module])
                 loss, right, number = loss_of(backbone, *rows, unseen=unseen)
             (loss / 2500).backward()  # one constant for all modules: a token counts the same
             tokens += sum(map(len, rows[0])) + sum(map(len, rows[1]))
