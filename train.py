@@ -720,24 +720,33 @@ def train_step(
         "time/train": trained - scored,
         "adapter/delta_norm": backbone.adapter_norm(),
     }
-    left = iter(rows)  # in the order of roll-outs and turns
-    records = [
-        rollout_record(
-            step, group, i % config.num_generations, asked[i], rollouts[i],
-            list(itertools.islice(left, len(rollouts[i].turns))),
-            rewards[i].item(), advantages[i].item(),
-        )  # fmt: skip
-        for i, group in enumerate(group_ids.tolist())
-    ]
-    write_jsonl(run.folder / f"rollouts/{step}.jsonl", records[: config.log_rollouts or None])
-    run.add_heads(heads_of(rollouts))
-    if step % config.save_steps == 1 or config.save_steps == 1:  # a whole one, now and then
-        tqdm.write(f"\nOne roll-out of step {step}, reward {rewards[0]:.0f}:")
-        tqdm.write(agentflow.describe(rollouts[0]) + "\n")
+    log_rollouts(run, step, asked, rollouts, rows, rewards.tolist(), advantages.tolist())
     return {
         "step": step,
         **step_metrics(rollouts, rewards, group_ids, report, rows, config, seconds),
     }
+
+
+def log_rollouts(run, step, asked, rollouts, rows, rewards, advantages) -> None:
+    """rollouts/<step>.jsonl, a line a roll-out; one whole roll-out in the terminal now and then.
+
+    asked, rollouts, rewards, advantages: R of each, group by group; rows: one a turn, in order.
+    """
+    config, left = run.config, iter(rows)
+    records = []
+    for i, rollout in enumerate(rollouts):
+        group, number = divmod(i, config.num_generations)
+        own_rows = list(itertools.islice(left, len(rollout.turns)))
+        records.append(
+            rollout_record(
+                step, group, number, asked[i], rollout, own_rows, rewards[i], advantages[i]
+            )
+        )
+    write_jsonl(run.folder / f"rollouts/{step}.jsonl", records[: config.log_rollouts or None])
+    run.add_heads(heads_of(rollouts))
+    if step % config.save_steps == 1 or config.save_steps == 1:
+        tqdm.write(f"\nOne roll-out of step {step}, reward {rewards[0]:.0f}:")
+        tqdm.write(agentflow.describe(rollouts[0]) + "\n")
 
 
 def measure(backbone, held_out, tools, config: Config, title: str) -> dict:

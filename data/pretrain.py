@@ -19,6 +19,7 @@ Run:  python data/pretrain.py            (writes data/backbone/; a checkpoint ev
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import keyword
@@ -413,21 +414,29 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
+def word_ids(tokenizer, words) -> list[int]:
+    """The token of each word with the space before it."""
+    return tokenizer.convert_tokens_to_ids([f"Ġ{word}" for word in words])
+
+
+def name_and_number_ids(tokenizer) -> list[int]:
+    elements = make_data.read_elements()
+    names = [text for row in elements for text in (row["name"], row["symbol"])]
+    return word_ids(tokenizer, [*names, *spare_names(), *range(1000)])
+
+
 def held_out_ids(tokenizer) -> list[int]:
     """The tokens of held-out names, symbols and operands."""
     held_out = [row for row in make_data.read_elements() if make_data.is_held_out(row)]
     words = [text for row in held_out for text in (row["name"], row["symbol"])]
-    words += map(str, make_data.HELD_OUT_OPERANDS)
-    return tokenizer.convert_tokens_to_ids([f"Ġ{word}" for word in words])
+    return word_ids(tokenizer, [*words, *make_data.HELD_OUT_OPERANDS])
 
 
 @functools.cache
 def calculation_ids(tokenizer) -> tuple[list[int], list[int]]:
     """The tokens of signs, in words and in Python, and those of all numbers up to three digits."""
-    signs = [f" {sign}" for pair in make_data.OPERATORS.items() for sign in pair]
-    numbers = [f" {number}" for number in range(1000)]
-    return tuple(tokenizer.convert_tokens_to_ids([w.replace(" ", "Ġ") for w in words])
-                 for words in (signs, numbers))
+    signs = [sign for pair in make_data.OPERATORS.items() for sign in pair]
+    return word_ids(tokenizer, signs), word_ids(tokenizer, range(1000))
 
 
 def copying_rows(tokenizer, rng: random.Random, count: int, length: int, system: str | None):
@@ -471,13 +480,40 @@ def copying_rows(tokenizer, rng: random.Random, count: int, length: int, system:
     return prompts, responses, scored
 
 
+BLUR = 0.6  # at most, in standard deviations of the table's entries
+
+
+@contextlib.contextmanager
+def blurred(backbone, words: list[int]):
+    """Within: every word has an embedding a little off its own, drawn anew each time.
+
+    A model that has seen only exact embeddings in transcripts tells the held-out words by theirs,
+    and does with them what it does in copying rows, where alone it has met them. Noise leaves it
+    one way to copy a word: take whatever stands there. (Reading and writing share one table, so
+    the noise is that of the word to be written too; the gradient is the table's own.)
+    """
+    table = backbone.lm_head_weight
+    noise = torch.zeros_like(table)
+    scale = torch.rand(()) * BLUR * table.detach()[words].std()
+    noise[words] = scale * torch.randn(len(words), table.shape[1])
+    with torch.no_grad():
+        table += noise
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            table -= noise
+
+
 def loss_of(
-    backbone, prompts, responses, scored=None, unseen: list[int] | None = None
+    backbone, prompts, responses, scored=None, unseen: list[int] = (), equals: list[int] = ()
 ) -> tuple[torch.Tensor, int, int]:
     """(summed cross-entropy, right tokens, tokens) of the responses, one packed forward.
 
     unseen: tokens that are no alternative. No transcript holds a held-out name or operand; left in
     the softmax, each step would teach that none of them is ever the next token.
+    equals: tokens drawn uniformly at random in the transcripts. Where one is the target, the loss
+    is its expectation over the draw, which teaches the same distribution with less noise.
     """
     hidden = backbone.packed_hidden(prompts, responses, 0)  # (M, D)
     targets = torch.tensor([token for response in responses for token in response])  # (M,)
@@ -485,12 +521,14 @@ def loss_of(
         keep = torch.tensor([known for row in scored for known in row])  # (M,)
         hidden, targets = hidden[keep], targets[keep]
     logits = hidden @ backbone.lm_head_weight.T  # (M, V), V is small here
-    if unseen:
-        hide = torch.zeros_like(logits, dtype=torch.bool)
-        hide[:, unseen] = True
-        hide[torch.arange(len(targets)), targets] = False  # the first digits of a long result
-        logits = logits.masked_fill(hide, -torch.inf)
-    loss = functional.cross_entropy(logits, targets, reduction="sum")
+    hide = torch.zeros_like(logits, dtype=torch.bool)
+    hide[:, list(unseen)] = True
+    hide[torch.arange(len(targets)), targets] = False  # the first digits of a long result
+    logp = logits.masked_fill(hide, -torch.inf).log_softmax(-1)
+    drawn = torch.isin(targets, torch.tensor(list(equals), dtype=torch.long))
+    loss = functional.nll_loss(logp[~drawn], targets[~drawn], reduction="sum")
+    if drawn.any():
+        loss = loss - logp[drawn][:, list(equals)].mean(-1).sum()
     right = (logits.detach().argmax(-1) == targets).sum().item()
     return loss, right, len(targets)
 
@@ -533,6 +571,9 @@ def learn_copying(
 MIX = {"analyst": 14, "planner": 18, "executor": 14, "tool": 24, "verifier": 8, "generator": 12}
 
 
+DECAY_FROM = 0.6  # of the time of stage 2
+
+
 def chat_ids(tokenizer, system: str, user: str) -> list[int]:
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     return tokenizer.apply_chat_template(
@@ -549,16 +590,22 @@ def training_batch(transcripts: Transcripts, tokenizer, module: str, count: int)
 
 
 def learn_transcripts(backbone, transcripts: Transcripts, seconds: float, peak: float) -> None:
-    """AdamW, warm-up, constant, then a linear decay to zero over the last two fifths of the time:
-    the decay is what makes the planner's tool frequencies settle at uniform."""
+    """AdamW, warm-up, constant, then a linear decay to zero over the last two fifths of the time.
+
+    What is kept is the mean of the weights over the decay: each step's own lean to what its batch
+    showed, in copying as in the planner's choice of tools, goes out of it.
+    """
     parameters = list(backbone.model.parameters())
     optimizer = new_optimizer(backbone.model)
     rng, started, saved, step, tokens = random.Random(1), time.time(), time.time(), 0, 0
     heads, unseen = transcripts.heads(), held_out_ids(backbone.tokenizer)
+    words = name_and_number_ids(backbone.tokenizer)
+    equals = word_ids(backbone.tokenizer, [tool.name for tool in transcripts.tools])
+    average, averaged = [torch.zeros_like(parameter) for parameter in parameters], 0
     while (passed := (time.time() - started) / seconds) < 1:
         step += 1
         # Slowly at first: large gradients of new text would wash the copying away.
-        rate = peak * min(1.0, step / 100, max(0.01, (1 - passed) / 0.4))
+        rate = peak * min(1.0, step / 100, max(0.01, (1 - passed) / (1 - DECAY_FROM)))
         for group in optimizer.param_groups:
             group["lr"] = rate
         report = {}
@@ -568,22 +615,31 @@ def learn_transcripts(backbone, transcripts: Transcripts, seconds: float, peak: 
                 length, system = rng.randint(*rng.choice([(6, 24), (24, 90)])), rng.choice(heads)
                 count = max(6, 1200 // (length + 20))
                 rows = copying_rows(backbone.tokenizer, rng, count, length, system)
-                loss, right, number = loss_of(backbone, *rows)
+                known = {}
             else:
                 rows = training_batch(transcripts, backbone.tokenizer, module, MIX[module])
-                loss, right, number = loss_of(backbone, *rows, unseen=unseen)
-            (loss / 2500).backward()  # one constant for all modules: a token counts the same
+                known = {"unseen": unseen, "equals": equals if module == "planner" else ()}
+            with blurred(backbone, words):
+                loss, right, number = loss_of(backbone, *rows, **known)
+                (loss / 2500).backward()  # one constant for all modules: a token counts the same
             tokens += sum(map(len, rows[0])) + sum(map(len, rows[1]))
             report[module] = f"{module} {loss.item() / number:.4f} {right / number:.4f}"
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if passed > DECAY_FROM:
+            averaged += 1
+            torch._foreach_lerp_(average, [p.detach() for p in parameters], 1 / averaged)
         if step % 25 == 0:
             print(f"step {step} | {tokens / 1e6:.1f}M tokens | lr {rate:.1e} | "
                   f"{time.time() - started:.0f}s | " + " | ".join(report.values()), flush=True)
         if time.time() - saved > 300:
             save(backbone)
             saved = time.time()
+    if averaged:
+        with torch.no_grad():
+            for parameter, mean in zip(parameters, average, strict=True):
+                parameter.copy_(mean)
 
 
 def save(backbone) -> None:

@@ -231,9 +231,6 @@ def held_out_rows():
     return rows
 
 
-@pytest.mark.xfail(
-    reason="open, more pretraining: analyst 0.980, coder inside its tool 0.986; the others pass"
-)
 def test_each_frozen_module_alone_is_exact_on_held_out_questions():
     """Greedy replies against the right agent's, letter by letter, at least 0.995 for each."""
     for module, rows in held_out_rows().items():

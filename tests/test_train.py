@@ -626,7 +626,7 @@ def test_every_question_comes_once_an_epoch_in_an_order_of_its_own():
 @pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(0, marks=pytest.mark.release),
+        pytest.param(0, marks=pytest.mark.slow),
         pytest.param(1, marks=pytest.mark.release),
         pytest.param(2, marks=pytest.mark.release),
     ],
