@@ -21,6 +21,7 @@ import difflib
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
@@ -69,6 +70,7 @@ ATTENTION = "agentflow"  # the name under which Hugging Face's layers find our a
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # PEFT's names
 BUILTIN = Path(__file__).parent / "data" / "backbone"
 PREFILL_TOKENS = 2_048   # padded tokens of one prefill pass: full speed, rows of similar length
+PASS_TOKENS = 64         # what a pass costs besides its tokens, in tokens
 HEADS = 64               # static prompt heads whose keys and values are kept
 KEPT_TOKENS = 1_024      # a slot: prompts kept for the next turn of their roll-outs
 WIDTH_STEP = 128         # slots grow by multiples of this many tokens
@@ -257,7 +259,7 @@ def drive(
     backbone,
     sampling: Sampling,
     deterministic: bool = False,
-    workers: int = 16,
+    workers: int = 64,
     on_done: Callable[[int], None] = lambda index: None,
 ) -> list:
     """Run many coroutines at once on one backbone; what they return, in their order.
@@ -445,7 +447,8 @@ AttentionInterface.register(ATTENTION, attend)
 def masked_attention(query, key, value, mask, scaling):
     """softmax(q k^T * scaling + mask) v without expanding the H_kv shared keys to H query heads.
 
-    query: (B, H, L, D_head); key, value: (B, H_kv, W, D_head); mask: added, (B or 1, 1, L, W).
+    query: (B, H, L, D_head); key, value: (B, H_kv, W, D_head); mask: added, (B or 1, 1, L, W), or
+    None where queries and keys are the same tokens, each of which sees those up to itself.
     """
     rows, heads, length, width = query.shape
     if length == 1:  # decoding: query heads that share a key are its rows (a fifth faster on CPUs)
@@ -453,8 +456,9 @@ def masked_attention(query, key, value, mask, scaling):
         out = F.scaled_dot_product_attention(grouped, key, value, mask, scale=scaling)
         return out.reshape(query.shape)
     return F.scaled_dot_product_attention(
-        query, key, value, mask, scale=scaling, enable_gqa=key.shape[1] != heads
-    )
+        query, key, value, mask, is_causal=mask is None, scale=scaling,
+        enable_gqa=key.shape[1] != heads,
+    )  # fmt: skip
 
 
 def causal_mask(positions: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -489,45 +493,75 @@ class CachedAttention:
         return masked_attention(query, keys, values, self.mask, scaling).transpose(1, 2)
 
 
-class PackedAttention:
-    """Scoring and training: B sequences with a common start, without padding and with gradients.
+@dataclass
+class TrieNode:
+    """A run of tokens that some rows have in common, once in the packed sequence."""
 
-        [ start | rest of row 0 | rest of row 1 | ... ]      one sequence of M tokens
+    path: list[int]    # the nodes from the root down to this one, by their place in the list
+    start: int         # position of its first token in each of its rows
+    tokens: list[int]
 
-    The linear layers see each token once. Here the rests are padded to (B, L) and attend over
-    [start; own rest]; since padding is on the right, one causal mask serves every row.
+
+def build_trie(rows: Sequence[Sequence[int]]) -> tuple[list[TrieNode], list[list[int]]]:
+    """Rows that begin alike -> (nodes, each row's path): every shared token stands there once.
+
+        row 0   a b c d e             node 0   a b c            rows 0, 1, 2
+        row 1   a b c d f      ->     node 1         d          rows 0, 1
+        row 2   a b c g h             node 2           e        row 0
+                                      node 3           f        row 1
+                                      node 4         g h        row 2
+
+    A group's planner rows look like this: head and question are everyone's, each roll-out adds its
+    memory turn by turn, and each turn its end of the prompt and its reply.
+    """
+    nodes: list[TrieNode] = []
+    paths: list[list[int]] = [[] for _ in rows]
+    order = sorted(range(len(rows)), key=rows.__getitem__)  # equal beginnings beside each other
+    todo = [(order, 0, [])]  # (rows that are equal up to start, start, path to there)
+    while todo:
+        group, start, path = todo.pop()
+        first, last = rows[group[0]], rows[group[-1]]
+        end = start + common_prefix([first[start:], last[start:]])
+        if end > start:
+            path = [*path, len(nodes)]
+            nodes.append(TrieNode(path, start, list(first[start:end])))
+        children: dict[int, list[int]] = {}
+        for row in group:
+            if len(rows[row]) == end:
+                paths[row] = path
+            else:
+                children.setdefault(rows[row][end], []).append(row)
+        todo += [(child, end, path) for child in children.values()]
+    return nodes, paths
+
+
+class TrieAttention:
+    """Scoring and training: one packed sequence of M tokens, with gradients and without padding.
+
+    The linear layers see each token of the trie once. Here a node's tokens look at the nodes on
+    their path and, causally, at their own.
     """
 
-    def __init__(self, start: int, lengths: list[int], device, dtype):
-        self.start = start
-        length = torch.tensor(lengths, device=device)  # (B,)
-        column = torch.arange(max(lengths), device=device)  # (L,)
-        first = length.cumsum(0) - length  # (B,): where each rest begins among the rests
-        # A pad repeats its row's last token; its own output is dropped by `real`.
-        self.padded = first[:, None] + torch.minimum(column, length[:, None] - 1)  # (B, L)
-        self.real = (column < length[:, None]).flatten().nonzero()[:, 0]  # (M - start,)
-        # (1, 1, L, start + L)
-        self.mask = causal_mask(start + column[None], start + len(column), dtype)
-        self.start_mask = causal_mask(torch.arange(start, device=device)[None], start, dtype)
+    def __init__(self, nodes: list[TrieNode], device, dtype):
+        self.paths = [node.path for node in nodes]
+        self.lengths = [len(node.tokens) for node in nodes]
+        shapes = [(node.start, len(node.tokens)) for node in nodes]
+        masks = {  # nodes of equal shape share one
+            (start, length): causal_mask(
+                start + torch.arange(length, device=device)[None], start + length, dtype
+            )  # (1, 1, L, start + L)
+            for start, length in {shape for shape in shapes if shape[0]}
+        }
+        self.masks = [masks.get(shape) for shape in shapes]
 
     def attend(self, layer, query, key, value, scaling):
-        B = len(self.padded)
-        starts = [x[:, :, :self.start] for x in (query, key, value)]  # (1, heads, start, D_head)
-        rests = [  # (B, heads, L, D_head)
-            x[0, :, self.start:].transpose(0, 1)[self.padded].transpose(1, 2)
-            for x in (query, key, value)
-        ]
-        if self.start:
-            rests[1:] = [
-                torch.cat([a.expand(B, -1, -1, -1), b], dim=2)
-                for a, b in zip(starts[1:], rests[1:], strict=True)
-            ]
-        out = masked_attention(*rests, self.mask, scaling)  # (B, H, L, D_head)
-        out = out.transpose(1, 2).flatten(0, 1)[self.real]  # (M - start, H, D_head)
-        if self.start:
-            before = masked_attention(*starts, self.start_mask, scaling)  # (1, H, start, D_head)
-            out = torch.cat([before[0].transpose(0, 1), out])
-        return out[None]  # (1, M, H, D_head)
+        # One split and one concatenation: their backward passes copy each gradient once.
+        queries, keys, values = (x.split(self.lengths, dim=2) for x in (query, key, value))
+        out = []
+        for path, own, mask in zip(self.paths, queries, self.masks, strict=True):
+            seen = [torch.cat([x[i] for i in path], dim=2) for x in (keys, values)]
+            out.append(masked_attention(own, *seen, mask, scaling))  # (1, H, L, D_head)
+        return torch.cat(out, dim=2).transpose(1, 2)  # (1, M, H, D_head)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -617,7 +651,7 @@ class Draft:
 
 
 class PromptCache:
-    """Keys and values of prompts that may be gone on with: (..., gate) -> (ids, kv).
+    """Keys and values of prompts that may be gone on with: (..., version) -> (ids, kv).
 
     room: tokens that are kept at most, the oldest go first; one that several names share counts
     for each of them, so that memory is never more than this.
@@ -641,7 +675,7 @@ class PromptCache:
         self.room += len(self.entries.pop(key, ((),))[0])
 
     def forget_planner(self) -> None:
-        """After an update: gate 1 saw the old weights."""
+        """Drops what the adapter took part in, version 1 and on."""
         for key in [key for key in self.entries if key[-1]]:
             self._drop(key)
 
@@ -704,7 +738,7 @@ class Backbone:
         self.stride = stride or (4 if self.device.type == "cpu" else 16)
         self.limit = max_context or model.config.max_position_embeddings
         self.gate, self.lora, self.lora_r, self.lora_alpha = Gate(), {}, lora_r, lora_alpha
-        self.adapter_version = 0
+        self.adapter_version = 1  # one more after each update
         self.policy = self.frozen = model
         if lora_r == 0:
             self.frozen = copy.deepcopy(model).requires_grad_(False)
@@ -720,9 +754,9 @@ class Backbone:
         self.stop = torch.tensor(self.stop_ids, dtype=torch.long, device=self.device)
         self._prompt_ids = lru_cache(4096)(self._render)       # many requests have equal prompts
         self._head_ids = lru_cache(HEADS)(self._render_head)
-        self._heads: dict[tuple, tuple] = {}  # (system text, gate) -> (ids, keys and values)
+        self._heads: dict[tuple, torch.Tensor] = {}  # (system text, version) -> keys and values
         self._greedy: dict[tuple, Draft] = {}  # greedy rows in flight, by what decides them
-        self._last_prompts = PromptCache(KEPT_TOKENS * slots)  # by module, flow and gate
+        self._last_prompts = PromptCache(KEPT_TOKENS * slots)  # by module, flow and version
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -756,9 +790,13 @@ class Backbone:
         """To be called after each update: what was computed with the old planner is forgotten."""
         busy = any(row.gate for lane in self.lanes for row in lane.rows)
         assert not busy, "the planner's weights changed while it was writing: finish its rows first"
-        self.adapter_version += 1
+        self.adapter_version += 1  # no key finds the old ones any more; here their memory is freed
         self._heads = {key: head for key, head in self._heads.items() if not key[1]}
         self._last_prompts.forget_planner()
+
+    def _version(self, gate: int) -> int:
+        """Of the weights that keys and values come from: 0 the frozen ones, else the adapter's."""
+        return self.adapter_version if gate else 0
 
     def adapter_norm(self) -> float:
         """The size of what the adapter adds to the weights, ||scale * B A|| over all layers: 0 for
@@ -889,25 +927,24 @@ class Backbone:
 
         prompts, responses: equally many lists of ids, none empty; M: all response tokens together.
         gate: 1 for the planner, 0 for the frozen model (pi_ref). `flow_grpo.linear_logprobs` turns
-        them into log-probs. The prompts' common start is computed once (`PackedAttention`); every
-        row keeps at least one prompt token to itself, the one that predicts its first token.
+        them into log-probs. What rows have in common is computed once (`build_trie`).
         Raises ValueError for an empty prompt or response.
         """
         if not all(prompts) or not all(responses) or len(prompts) != len(responses):
             raise ValueError("packed_hidden needs a prompt and a response of 1 token or more each")
-        prompts = [list(prompt) for prompt in prompts]
-        start = min(common_prefix(prompts), min(len(prompt) for prompt in prompts) - 1)
-        ids, positions, wanted, lengths = prompts[0][:start], list(range(start)), [], []
-        for prompt, reply in zip(prompts, responses, strict=True):
-            # subtle: a token is predicted one place before its own, and the last predicts nothing
-            # that is scored: so it is not fed, and the last len(reply) places are the ones.
-            rest = prompt[start:] + list(reply)[:-1]
-            ids += rest
-            positions += range(start, start + len(rest))
-            wanted += range(len(ids) - len(reply), len(ids))
-            lengths.append(len(rest))
+        # subtle: a token is predicted one place before its own, and the last predicts nothing that
+        # is scored: so it is not fed, and a row's last len(response) places are the ones.
+        pairs = list(zip(prompts, responses, strict=True))
+        nodes, paths = build_trie([[*prompt, *response[:-1]] for prompt, response in pairs])
+        ids = [token for node in nodes for token in node.tokens]
+        positions = [node.start + i for node in nodes for i in range(len(node.tokens))]
+        first = list(itertools.accumulate((len(node.tokens) for node in nodes), initial=0))
+        wanted = []
+        for path, response in zip(paths, responses, strict=True):
+            places = [place for node in path for place in range(first[node], first[node + 1])]
+            wanted += places[-len(response):]
         lane = self._lane(gate)
-        context = PackedAttention(start, lengths, self.device, lane.dtype)
+        context = TrieAttention(nodes, self.device, lane.dtype)
         ids, positions = (torch.tensor([x], device=self.device) for x in (ids, positions))  # (1, M)
         gates = self._gates(lane, [gate])
         hidden = self._hidden(lane, ids, positions, context, gates)  # (1, all tokens, D)
@@ -967,13 +1004,17 @@ class Backbone:
         for row in rows:
             same.setdefault((row.prompt_ids, row.gate), []).append(row)
         jobs = [(*self._known_start(lane, group), group) for group in same.values()]
-        # Prompts of similar length together, as many as fit the budget when padded to the longest.
+        # Prompts of similar length together: padding to the longest must not cost more than a pass
+        # of its own, nor all of them more than the budget.
         jobs.sort(key=lambda job: len(job[2][0].prompt_ids) - job[0])
         while jobs:
             longest = [len(group[0].prompt_ids) - start for start, _, group in jobs]
-            fit = sum(n * (i + 1) <= PREFILL_TOKENS for i, n in enumerate(longest))
-            self._prefill(lane, jobs[:max(1, fit)])
-            del jobs[:max(1, fit)]
+            fit = 1
+            while (fit < len(jobs) and longest[fit] * (fit + 1) <= PREFILL_TOKENS
+                   and (longest[fit] - longest[fit - 1]) * fit <= PASS_TOKENS):
+                fit += 1
+            self._prefill(lane, jobs[:fit])
+            del jobs[:fit]
 
     def _known_start(self, lane: Lane, group: list[Draft]) -> tuple[int, torch.Tensor]:
         """How many tokens of a prompt need no computing, and keys and values of at least these.
@@ -981,11 +1022,11 @@ class Backbone:
         A module's prompt in a roll-out goes on where its last one stopped: the memory only grows.
         So what is new is the last turn, from the longest common token prefix on.
         """
-        prompt, gate = group[0].prompt_ids, group[0].gate
+        prompt, version = group[0].prompt_ids, self._version(group[0].gate)
         ids, kv = self._head(lane, group[0])
         start = common_prefix([ids, prompt])
         for request in (request for row in group for request in row.requests):
-            last, last_kv = self._last_prompts.get((request.ask.module, request.flow, gate))
+            last, last_kv = self._last_prompts.get((request.ask.module, request.flow, version))
             if (both := common_prefix([last, prompt])) > start:
                 start, kv = both, last_kv
         # At least one token is left to compute: its hidden state predicts the reply's first.
@@ -999,12 +1040,13 @@ class Backbone:
         """
         system = row.requests[0].ask.system
         ids = self._head_ids(system)
-        kv = self._heads.pop((system, row.gate), None)  # taken out and put back: oldest use first
+        key = system, self._version(row.gate)
+        kv = self._heads.pop(key, None)  # taken out and put back: the oldest use is the first
         if kv is None:
             kv = lane.zeros(1, len(ids))
             if ids:
                 self._prefill_rows(lane, kv, [ids], [0], [row.gate])
-        self._heads[system, row.gate] = kv
+        self._heads[key] = kv
         if len(self._heads) > HEADS:
             del self._heads[next(iter(self._heads))]
         return ids, kv
@@ -1015,18 +1057,28 @@ class Backbone:
         kv: (2, layers, B, W, H_kv, D_head) with W >= start + longest tail. Padding writes keys too,
         right of the row's last token, where nobody looks before they are overwritten.
         """
-        longest = max(len(tail) for tail in tails)
+        B, longest = len(tails), max(len(tail) for tail in tails)
         padded = [[*tail, *[0] * (longest - len(tail))] for tail in tails]
         ids = torch.tensor(padded, device=self.device)  # (B, L)
         last = torch.tensor([len(tail) - 1 for tail in tails], device=self.device)  # (B,)
-        start = torch.tensor(starts, device=self.device)[:, None]
-        positions = start + torch.arange(longest, device=self.device)  # (B, L)
-        rows = torch.arange(len(tails), device=self.device)[:, None]
-        mask = causal_mask(positions, kv.shape[3], lane.dtype)  # (B, 1, L, W)
-        context = CachedAttention(kv, rows, positions, mask)
+        start = torch.tensor(starts, device=self.device)[:, None]  # (B, 1)
+        rows = torch.arange(B, device=self.device)
         gates = self._gates(lane, gates)
-        hidden = self._hidden(lane, ids, positions, context, gates)  # (B, L, D)
-        return hidden[rows[:, 0], last]
+        out = None  # (B, D)
+        # A long prompt goes in pieces: its mask and activations are those of one piece.
+        step = max(1, PREFILL_TOKENS // B)
+        for begin in range(0, longest, step):
+            piece = ids[:, begin:begin + step]  # (B, l)
+            positions = start + torch.arange(begin, begin + piece.shape[1], device=self.device)
+            width = min(kv.shape[3], max(starts) + begin + piece.shape[1])
+            mask = causal_mask(positions, width, lane.dtype)  # (B, 1, l, width)
+            context = CachedAttention(kv, rows[:, None], positions, mask)
+            hidden = self._hidden(lane, piece, positions, context, gates)  # (B, l, D)
+            place = last - begin
+            here = (place >= 0) & (place < piece.shape[1])
+            found = hidden[rows, place.clamp(0, piece.shape[1] - 1)]  # (B, D)
+            out = found if out is None else torch.where(here[:, None], found, out)
+        return out
 
     def _prefill(self, lane: Lane, jobs) -> None:
         """Compute some distinct prompts, copy their keys and values to all their rows, and draw
@@ -1044,7 +1096,7 @@ class Backbone:
             for row in group:
                 for request in row.requests:
                     if request.flow is not None:
-                        key = (request.ask.module, request.flow, row.gate)
+                        key = request.ask.module, request.flow, self._version(row.gate)
                         self._last_prompts.put(key, prompt, own)
         rows = [row for group in groups for row in group]
         source = [i for i, group in enumerate(groups) for _ in group]  # row -> its prompt
@@ -1120,7 +1172,8 @@ class Backbone:
         holes = [i for i in range(B) if ended[i]]
         last = [i for i in range(B, len(ended)) if not ended[i]]
         if holes:
-            lane.kv[:, :, holes] = lane.kv[:, :, last]
+            width = max(len(lane.rows[i].prompt_ids) + len(lane.rows[i].ids) for i in last)
+            lane.kv[:, :, holes, :width] = lane.kv[:, :, last, :width]
         for hole, i in zip(holes, last, strict=True):
             lane.rows[hole] = lane.rows[i]
         del lane.rows[B:]

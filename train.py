@@ -127,22 +127,22 @@ def make_rows(rollouts: list, rewards: torch.Tensor, group_ids: torch.Tensor):
 def micro_batches(rows: list[Row], tokens: int) -> list[list[Row]]:
     """Cut rows into runs of at most `tokens` tokens, counting a shared prompt prefix once.
 
-    Rows of a question stay beside each other: the more of their prompts they share, the less is
-    computed. A single row over the budget gets a batch of its own.
+    Rows that begin alike stay beside each other: the more they share, the less is computed. A
+    single row over the budget gets a batch of its own.
     """
     batches: list[list[Row]] = []
-    total = shared = 0  # of the last batch: tokens of its rows, and of the start that they share
-    for row in sorted(rows, key=lambda row: row.group):
-        size = len(row.prompt_ids) + len(row.response_ids)
-        if batches:
-            first = batches[-1][0].prompt_ids
-            both = min(shared, agentflow.common_prefix([first, row.prompt_ids]))
-            if total + size - both * len(batches[-1]) <= tokens:
-                batches[-1].append(row)
-                total, shared = total + size, both
-                continue
-        batches.append([row])
-        total, shared = size, len(row.prompt_ids)
+    total, before = 0, []  # tokens of the last batch's trie, and of its last row
+    for row in sorted(rows, key=lambda row: (row.group, row.prompt_ids, row.response_ids)):
+        ids = row.prompt_ids + row.response_ids
+        # In sorted order a row shares most with the one before it: the rest is what it adds.
+        new = len(ids) - agentflow.common_prefix([before, ids])
+        if batches and total + new <= tokens:
+            batches[-1].append(row)
+            total += new
+        else:
+            batches.append([row])
+            total = len(ids)
+        before = ids
     return batches
 
 

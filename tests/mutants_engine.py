@@ -22,7 +22,7 @@ right_reply = Backbone._reply
 right_choose = agentflow.choose
 right_uniforms = agentflow.uniforms
 right_row_seed = agentflow.row_seed
-right_packed_init = agentflow.PackedAttention.__init__
+right_trie_init = agentflow.TrieAttention.__init__
 
 
 # ---------------------------------------------------------------------------------------- adapter
@@ -43,7 +43,7 @@ def adapter_without_its_scale(self, x):
 
 
 def nothing_forgotten(self):
-    self.adapter_version += 1
+    pass
 
 
 def everything_forgotten(self):
@@ -81,15 +81,29 @@ def places_of_the_tokens_themselves(self, prompts, responses, gate):
     return right_packed_hidden(self, prompts, shifted, gate)
 
 
-def start_that_sees_itself_whole(self, start, lengths, device, dtype):
-    right_packed_init(self, start, lengths, device, dtype)
-    self.start_mask = torch.zeros_like(self.start_mask)
+def nodes_that_see_their_own_future(self, nodes, device, dtype):
+    right_trie_init(self, nodes, device, dtype)
+    shapes = [(len(node.tokens), node.start + len(node.tokens)) for node in nodes]
+    self.masks = [torch.zeros(1, 1, *shape, dtype=dtype) for shape in shapes]
+
+
+def nodes_that_see_themselves_alone(self, nodes, device, dtype):
+    right_trie_init(self, nodes, device, dtype)
+    self.paths = [path[-1:] for path in self.paths]
+    self.masks = [None] * len(nodes)
+
+
+def packed_positions_in_a_row(self, lane, ids, positions, context, gates):
+    if isinstance(context, agentflow.TrieAttention):
+        positions = torch.arange(ids.shape[1])[None]
+    return right_hidden(self, lane, ids, positions, context, gates)
 
 
 def one_head_for_all(self, lane, row):
     """Static keys and values found by the gate alone, whatever the system text."""
     ids, _ = right_head(self, lane, row)
-    first = next(head for (_, gate), head in self._heads.items() if gate == row.gate)
+    own = self._version(row.gate)
+    first = next(head for (_, version), head in self._heads.items() if version == own)
     return ids[: first.shape[3]], first
 
 
@@ -107,7 +121,6 @@ def last_prompt_taken_unchecked(self, lane, group):
 
 
 def planners_prompts_kept(self):
-    self.adapter_version += 1
     self._heads = {key: head for key, head in self._heads.items() if not key[1]}
 
 
@@ -207,12 +220,18 @@ ENGINE_MUTANTS = [
     Mutant("mask that sees padding and later keys", "agentflow", "causal_mask",
            everything_visible, HERE + "decoding_puts_each_token_at_its_own_position"),
     Mutant("mask off by one", "agentflow", "causal_mask", one_key_too_many,
-           HERE + "packed_rows_without_a_common_start_equal_row_by_row_forwards"),
+           HERE + "packed_rows_with_a_common_start_equal_row_by_row_forwards"),
     Mutant("packed rows scored one place too late", "agentflow", "Backbone.packed_hidden",
            places_of_the_tokens_themselves,
            HERE + "log_prob_at_temperature_one_half_is_that_of_scoring_at_one_half"),
-    Mutant("common start that sees its own future", "agentflow", "PackedAttention.__init__",
-           start_that_sees_itself_whole,
+    Mutant("packed tokens that see their own future", "agentflow", "TrieAttention.__init__",
+           nodes_that_see_their_own_future,
+           HERE + "packed_rows_with_a_common_start_equal_row_by_row_forwards"),
+    Mutant("packed tokens that do not see what rows share", "agentflow", "TrieAttention.__init__",
+           nodes_that_see_themselves_alone,
+           HERE + "packed_rows_with_a_common_start_equal_row_by_row_forwards"),
+    Mutant("positions of the pack, not of the row", "agentflow", "Backbone._hidden",
+           packed_positions_in_a_row,
            HERE + "packed_rows_with_a_common_start_equal_row_by_row_forwards"),
     Mutant("one static head for all system texts", "agentflow", "Backbone._head",
            one_head_for_all, HERE + "static_heads_are_computed_once_and_change_no_log_prob"),

@@ -9,6 +9,7 @@ far from uniform and a wrong key or position moves log-probs by much more than r
 import copy
 import json
 import math
+import random
 import string
 
 import pytest
@@ -184,17 +185,41 @@ def test_packed_rows_without_a_common_start_equal_row_by_row_forwards():
     check_packed("qwen2", [[4, 6, 7, 8], [5, 6, 9], [3]])
 
 
-def test_packed_rows_with_equal_prompts_keep_the_last_prompt_token_to_themselves():
-    check_packed("qwen2", [[5, 6, 7, 8]] * 3)
+def test_packed_rows_with_equal_prompts_and_equal_replies_equal_row_by_row_forwards():
+    check_packed("qwen2", [[5, 6, 7, 8]] * 3, [[1, 2], [1, 2], [1, 3, 4]])
+
+
+def test_a_packed_prompt_that_is_the_start_of_another_ends_where_it_ends():
+    """The first row is the start of the second, its reply included, and of the third."""
+    check_packed("qwen2", [[5, 6], [5, 6, 1, 2], [5, 6, 1]], [[1, 2, 9], [9], [2, 9, 9]])
 
 
 def test_one_packed_row_equals_a_plain_forward():
     check_packed("llama", [[5, 6, 7, 8]])
 
 
-def check_packed(kind, prompts):
-    """Values and gradients of all weights, to 1e-5 relative; responses of 2, 1 and 5 tokens."""
-    responses = [[1, 2], [3], [4, 5, 6, 7, 8]][: len(prompts)]
+@pytest.mark.parametrize("seed", range(6))
+def test_packed_rows_of_random_tries_equal_row_by_row_forwards(seed):
+    """Of three letters, so that they share much, and end inside of each other."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3) for _ in range(rng.randint(1, 9))] for _ in range(8)]
+    responses = [[rng.randrange(3) for _ in range(rng.randint(1, 5))] for _ in prompts]
+    check_packed("qwen2", prompts, responses)
+
+
+def test_a_trie_holds_each_shared_token_once_and_gives_every_row_back():
+    rows = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7, 8], [9], [1, 2, 3]]
+    nodes, paths = agentflow.build_trie(rows)
+    assert sorted(node.tokens for node in nodes) == [[1, 2, 3], [4], [5], [6], [7, 8], [9]]
+    for row, path in zip(rows, paths, strict=True):
+        assert [token for i in path for token in nodes[i].tokens] == row
+        starts = [nodes[i].start for i in path]
+        assert starts == [sum(len(nodes[j].tokens) for j in path[:k]) for k in range(len(path))]
+
+
+def check_packed(kind, prompts, responses=None):
+    """Values and gradients of all weights, to 1e-5 relative; else responses of 2, 1, 5 tokens."""
+    responses = responses or [[1, 2], [3], [4, 5, 6, 7, 8]][: len(prompts)]
     model = tiny_model(kind)
     made = backbone(model, lora_r=None)
     hidden = made.packed_hidden(prompts, responses, gate=1)
@@ -547,6 +572,16 @@ def test_no_more_prompts_are_kept_than_there_is_room_for():
     cache.forget_planner()
     cache.put(("e", 0), tuple(range(11)), torch.zeros(1))  # more than there is room for
     assert not cache.entries and cache.room == 10
+
+
+def test_prompts_prefilled_in_pieces_have_the_log_probs_of_whole_ones(monkeypatch):
+    """Pieces of 12 tokens for 4 rows are 3 tokens a row: rows end in different pieces."""
+    requests = [request("x" * n, "planner", 1.0, 5, key=(0, n)) for n in (1, 2, 9, 17)]
+    whole = backbone(adapter=True).generate(requests)
+    monkeypatch.setattr(agentflow, "PREFILL_TOKENS", 12)
+    for one, other in zip(backbone(adapter=True).generate(requests), whole, strict=True):
+        assert one.response_ids == other.response_ids
+        assert torch.allclose(torch.tensor(one.logp), torch.tensor(other.logp), atol=1e-6)
 
 
 def test_no_more_heads_are_kept_than_the_bound(monkeypatch):

@@ -1,6 +1,9 @@
 """The flow (Algorithm 1, one roll-out), its memory and its driver, on a scripted backbone."""
 
+import random
 import time
+
+import pytest
 
 import agentflow
 import memory
@@ -405,3 +408,48 @@ def test_the_command_in_the_memory_is_the_call_that_was_made():
 
 def test_every_error_kind_of_the_flow_is_one_that_the_tools_know():
     assert {"none", "bad_plan", "bad_command", "network"} <= set(tools.ERROR_KINDS)
+
+
+def with_a_pause(flow, turn, seconds):
+    """The same flow, and a tool that takes `seconds` in its turn number `turn` (or its last)."""
+    answer, verified = None, 0
+    while True:
+        try:
+            wanted = flow.send(answer)
+        except StopIteration as end:
+            return end.value
+        if isinstance(wanted, Ask) and wanted.module in ("verifier", "generator"):
+            verified += 1
+            if verified == turn:
+                yield Job(lambda: time.sleep(seconds))
+        answer = yield wanted
+
+
+@pytest.mark.slow
+def test_slow_tools_never_stall_the_batch():
+    """64 flows that each wait 2 s in a tool, at one random turn: at most 1.15 times what they take
+    with instant tools, and 2 s. Both ways in turn, the best of two runs each."""
+    backbone = agentflow.load_backbone("builtin", "cpu")
+    limits, sampling = Limits(3, None, backbone.prompt_length), Sampling(1.0, 96, 96)
+    toolset = tools.make_tools(offline=True)
+    questions = [f"What is {n} plus 5?" for n in range(10, 74)]
+    analyses = agentflow.drive(
+        [agentflow.analyse(question, toolset) for question in questions],
+        [(0, 0, i) for i in range(64)], backbone, sampling,
+    )
+
+    def seconds(pause):
+        backbone.adapter_changed()
+        rng = random.Random(0)
+        plain = [
+            agentflow.flow(question, analysis, toolset, limits)
+            for question, analysis in zip(questions, analyses, strict=True)
+        ]
+        flows = [with_a_pause(flow, rng.randint(1, 3), pause) for flow in plain]
+        started = time.perf_counter()
+        rollouts = agentflow.drive(flows, [(0, 0, i, 0) for i in range(64)], backbone, sampling)
+        assert sum(len(rollout.turns) for rollout in rollouts) > 64
+        return time.perf_counter() - started
+
+    instant, slow = zip(*[(seconds(0.0), seconds(2.0)) for _ in range(2)], strict=True)
+    assert min(slow) <= 1.15 * min(instant) + 2, (instant, slow)

@@ -502,9 +502,8 @@ def test_micro_batches_hold_every_row_once_and_keep_to_the_budget():
     batches = train.micro_batches(rows, 1500)
     assert sorted(map(id, (row for batch in batches for row in batch))) == sorted(map(id, rows))
     for batch in batches:
-        start = agentflow.common_prefix([row.prompt_ids for row in batch])
-        own = sum(len(row.prompt_ids) + len(row.response_ids) - start for row in batch)
-        assert len(batch) == 1 or own + start <= 1500
+        nodes, _ = agentflow.build_trie([row.prompt_ids + row.response_ids for row in batch])
+        assert len(batch) == 1 or sum(len(node.tokens) for node in nodes) <= 1500
 
 
 def test_the_last_token_of_a_reply_is_trained_whether_it_ends_or_is_cut():

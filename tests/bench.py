@@ -1,0 +1,714 @@
+"""tests/bench.py: what the engine gains. Each peer runs beside ours, in turn, in one process.
+
+    python tests/bench.py update                      one comparison, on one thread of the CPU
+    python tests/bench.py all --json bench.json       all of them
+    python tests/bench.py roofline --device cuda --model qwen2.5-7b
+
+Ours and a peer have the same random weights, the same tokens and forced lengths. A ratio above 1
+means that ours is better: CPU-seconds on a CPU, wall seconds on a GPU, the median over interleaved
+runs. Memory is the peak of a fresh process above what it held before the measured call. Peers come
+from requirements-bench.txt; one that is missing is an error and not a pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import io
+import json
+import logging
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    Qwen2Config,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import agentflow  # noqa: E402
+import eval as evaluation  # noqa: E402
+import flow_grpo  # noqa: E402
+from agentflow import Backbone, Limits, Reply, Request, Sampling  # noqa: E402
+from tools import Ask, make_tools  # noqa: E402
+
+SHAPES = {
+    "tiny": LlamaConfig(vocab_size=4096, hidden_size=64, intermediate_size=128,
+                        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                        max_position_embeddings=4096, tie_word_embeddings=True),
+    "smollm-135m": LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536,
+                               num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+                               max_position_embeddings=8192, tie_word_embeddings=True),
+    "qwen2.5-7b": Qwen2Config(vocab_size=152064, hidden_size=3584, intermediate_size=18944,
+                              num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+                              max_position_embeddings=32768, tie_word_embeddings=False),
+}  # fmt: skip
+G = 8  # roll-outs a question in all of these
+
+
+# --- Measuring -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Side:
+    """One contender. run(): does the work once and returns what came of it, for checking."""
+
+    name: str
+    run: Callable[[], object]
+
+
+@dataclass
+class Work:
+    """One line of the table: the same work by several sides, the first of them ours."""
+
+    sides: list[Side]
+    unit: str  # of the figures: what `amount` counts, a second
+    amount: float = 1.0
+    memory: bool = False
+    check: Callable[[list], None] = lambda results: None  # raises where the sides disagree
+    notes: list[str] = field(default_factory=list)
+
+
+def seconds(run: Callable[[], object], device: str) -> tuple[float, float, object]:
+    """(CPU-seconds, wall seconds, result) of one run."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    cpu, wall = time.process_time(), time.perf_counter()
+    result = run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.process_time() - cpu, time.perf_counter() - wall, result
+
+
+def peak_memory(run: Callable[[], object], device: str) -> float:
+    """Bytes at the peak of one run above what was held before it; for a fresh process."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    before = status("VmRSS")
+    run()
+    return status("VmHWM") - before
+
+
+def measure(name: str, work: Work, options) -> list[dict]:
+    """Interleaved runs of all sides -> a row a peer, printed and returned."""
+    clock = 1 if options.device == "cuda" else 0
+    times: dict[str, list[tuple[float, float]]] = {side.name: [] for side in work.sides}
+    for turn in range(options.runs + 1):  # the first one warms caches and allocators up
+        results = []
+        for side in work.sides:
+            *taken, result = seconds(side.run, options.device)
+            results.append(result)
+            if turn:
+                times[side.name].append(tuple(taken))
+        if not turn:
+            work.check(results)
+        del results
+    memory = {}
+    if work.memory:
+        memory = {side.name: memory_of(name, side.name, options) for side in work.sides}
+    ours, *peers = work.sides
+    rows = []
+    for peer in peers or [ours]:
+        pairs = zip(times[ours.name], times[peer.name], strict=True)
+        ratios = [theirs[clock] / mine[clock] for mine, theirs in pairs]
+        middle = {side: [statistics.median(values) for values in zip(*times[side], strict=True)]
+                  for side in (ours.name, peer.name)}
+        row = {
+            "name": name,
+            "peer_name": peer.name,
+            "ours": work.amount / middle[ours.name][clock],
+            "peer": work.amount / middle[peer.name][clock],
+            "unit": work.unit,
+            "ratio": statistics.median(ratios),
+            "spread": max(ratios) - min(ratios),
+            "memory_ratio": memory[peer.name] / memory[ours.name] if memory else None,
+        }
+        rows.append(row)
+        print(f"{name} | {peer.name}: {row['ratio']:.2f}x "
+              f"({min(ratios):.2f} to {max(ratios):.2f}) | ours {row['ours']:.4g}, "
+              f"peer {row['peer']:.4g} {work.unit} | wall, s: ours "
+              f"{middle[ours.name][1]:.2f}, peer {middle[peer.name][1]:.2f}", flush=True)
+        if memory:
+            print(f"{' ' * len(name)} | peak memory, GB: ours {memory[ours.name] / 1e9:.3f}, peer "
+                  f"{memory[peer.name] / 1e9:.3f}, {row['memory_ratio']:.2f}x less", flush=True)
+    for note in work.notes:
+        print(f"{' ' * len(name)} | {note}", flush=True)
+    return rows
+
+
+def memory_of(name: str, side: str, options) -> float:
+    """The peak of one side, measured in a process of its own."""
+    command = [sys.executable, __file__, name, "--side", side, "--device", options.device,
+               "--threads", str(options.threads), "--model", options.model]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name}, side {side}: {done.stderr[-2000:]}")
+    return float(done.stdout.splitlines()[-1])
+
+
+# --- Models and tokens ---------------------------------------------------------------------------
+
+
+def shape(options):
+    """The configuration that --model names."""
+    return copy.deepcopy(SHAPES["smollm-135m" if options.model == "default" else options.model])
+
+
+def models(options, slots: int = 64):
+    """(our backbone, Hugging Face's own model) with equal random weights."""
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        theirs = AutoModelForCausalLM.from_config(
+            shape(options), attn_implementation="sdpa", **agentflow.dtype_option(dtype)
+        )
+    mine = copy.deepcopy(theirs)
+    tokenizer = agentflow.load_tokenizer(str(agentflow.BUILTIN))
+    backbone = Backbone(mine, tokenizer, options.device, lora_r=None, slots=slots)
+    backbone.stop_ids, backbone.stop = [-1], torch.tensor([-1], device=options.device)
+    return backbone, theirs.eval()
+
+
+def random_tokens(rng: random.Random, count: int, config) -> list[int]:
+    return [rng.randrange(10, config.vocab_size) for _ in range(count)]
+
+
+class EndAt(StoppingCriteria):
+    """Ends row i of `generate` after lengths[i] tokens."""
+
+    def __init__(self, width: int, lengths: list[int], device: str) -> None:
+        self.last = torch.tensor([width + length for length in lengths], device=device)
+
+    def __call__(self, input_ids, scores, **_):
+        return input_ids.shape[1] >= self.last
+
+
+def generation(options, prompts: list[list[int]], lengths: list[int]) -> Work:
+    """Our generation loop against transformers' `generate` on left-padded rows."""
+    backbone, theirs = models(options, slots=64)
+    backbone._prompt_ids = lambda _, number: tuple(prompts[int(number)])
+    backbone._head_ids = lambda _: ()  # the prompts are random: no static head
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt):] = torch.tensor(prompt)
+        mask[row, width - len(prompt):] = 1
+    ids, mask = ids.to(options.device), mask.to(options.device)
+
+    def ours():
+        replies = backbone.generate([
+            Request(Ask("planner", "", str(row)), 1.0, length, (0, row))
+            for row, length in enumerate(lengths)
+        ])
+        assert [len(reply.response_ids) for reply in replies] == lengths
+
+    @torch.inference_mode()
+    def peer():
+        stop = StoppingCriteriaList([EndAt(width, lengths, options.device)])
+        made = theirs.generate(
+            ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=max(lengths), stopping_criteria=stop, pad_token_id=0, eos_token_id=-1,
+        )  # fmt: skip
+        assert made.shape == (len(prompts), width + max(lengths))
+
+    return Work([Side("ours", ours), Side("transformers generate", peer)],
+                "tokens/s", sum(lengths), notes=[f"{len(prompts)} rows, {sum(lengths)} new tokens"])
+
+
+# --- Generation ----------------------------------------------------------------------------------
+
+
+def generate_shared(options) -> Work:
+    """64 rows of 8 prompts, 256 + 32 tokens."""
+    rng = random.Random(0)
+    config = shape(options)
+    prompts = [random_tokens(rng, 256, config) for _ in range(8)]
+    return generation(options, [prompt for prompt in prompts for _ in range(G)], [32] * 64)
+
+
+def generate_ragged(options) -> Work:
+    """32 rows of 4 prompts, 256 + up to 128 tokens, about 39 in the mean: most replies are short,
+    a few long, as a planner's are."""
+    rng = random.Random(0)
+    config = shape(options)
+    prompts = [random_tokens(rng, 256, config) for _ in range(4)]
+    lengths = [min(128, 1 + round(rng.expovariate(1 / 38))) for _ in range(31)] + [128]
+    return generation(options, [prompt for prompt in prompts for _ in range(G)], lengths)
+
+
+def generate_distinct(options) -> Work:
+    """64 different prompts of 32 to 256 tokens, 8 to 64 new ones: nothing is shared."""
+    rng = random.Random(0)
+    config = shape(options)
+    prompts = [random_tokens(rng, rng.randint(32, 256), config) for _ in range(64)]
+    return generation(options, prompts, [rng.randint(8, 64) for _ in prompts])
+
+
+class SameDraws(LogitsProcessor):
+    """Lets `generate` draw what our engine draws: by the rows' own random numbers."""
+
+    def __init__(self, requests: list[Request], width: int, device) -> None:
+        self.width = width
+        self.seeds = torch.tensor([agentflow.row_seed(r.key) for r in requests], device=device)
+        self.temperature = torch.full((len(requests),), requests[0].temperature, device=device)
+
+    def __call__(self, input_ids, scores):
+        place = torch.tensor(input_ids.shape[1] - self.width, device=scores.device)
+        draws = agentflow.uniforms(self.seeds, place)
+        ids, _ = agentflow.choose(scores, self.temperature, draws)
+        return torch.full_like(scores, -math.inf).scatter(1, ids[:, None], 0.0)
+
+
+class LockStep:
+    """A backbone as one would write it: each stage of all flows is one call of `generate`."""
+
+    def __init__(self, model, tokenizer, prompt_ids) -> None:
+        self.model, self.tokenizer, self.prompt_ids = model, tokenizer, prompt_ids
+        self.waiting: list[Request] = []
+        self.prompt_length = lambda ask: len(prompt_ids(ask))
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    @torch.inference_mode()
+    def step(self):
+        module = self.waiting[0].ask.module
+        requests = [request for request in self.waiting if request.ask.module == module]
+        self.waiting = [request for request in self.waiting if request.ask.module != module]
+        prompts = [self.prompt_ids(request.ask) for request in requests]
+        width, device = max(map(len, prompts)), self.model.device
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+        draws = [SameDraws(requests, width, device)] if requests[0].temperature else []
+        made = self.model.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=requests[0].max_tokens,
+            logits_processor=LogitsProcessorList(draws), pad_token_id=0,
+            eos_token_id=self.tokenizer.eos_token_id,
+        )[:, width:].tolist()  # fmt: skip
+        replies = []
+        for request, prompt, row in zip(requests, prompts, made, strict=True):
+            finished = self.tokenizer.eos_token_id in row
+            row = row[: row.index(self.tokenizer.eos_token_id)] if finished else row
+            text = self.tokenizer.decode(row, skip_special_tokens=True)
+            replies.append((request, Reply(text, prompt, row, [], finished, request.ask)))
+        return replies
+
+
+def rollout(options) -> Work:
+    """64 flows of the built-in set and backbone: G 8, T_max 3. The peer runs the same flows, but
+    each module's stage is one `generate` call that all flows wait for."""
+    backbone = agentflow.load_backbone("builtin", options.device)
+    theirs = AutoModelForCausalLM.from_pretrained(agentflow.BUILTIN, attn_implementation="sdpa")
+    theirs = theirs.to(options.device).eval()
+    lock_step = LockStep(theirs, backbone.tokenizer, backbone.prompt_ids)
+    tools = make_tools(offline=True)
+    questions = evaluation.load_questions(evaluation.DATA / "train.jsonl")[:8]
+
+    def run(which):
+        limits = Limits(3, 1500, which.prompt_length)
+        backbone.adapter_changed()  # no planner prompt of the run before is known
+        rollouts = agentflow.roll_out([question.text for question in questions], G, which, tools,
+                                      limits, Sampling(1.0, 96, 96), seed=0, step=0)
+        return [turn.plan.tool_name for rollout in rollouts for turn in rollout.turns]
+
+    def check(results):
+        mine, other = results
+        same = sum(a == b for a, b in zip(mine, other, strict=False)) / max(map(len, results))
+        assert same > 0.95, f"the two sides ran different flows: {same:.2f} of the turns agree"
+
+    return Work(
+        [Side("ours", lambda: run(backbone)),
+         Side("generate in lock-step", lambda: run(lock_step))],
+        "flows/s", 64, check=check,
+        notes=["equal greedy requests in flight are answered once by ours, each by the peer"],
+    )  # fmt: skip
+
+
+# --- The update ----------------------------------------------------------------------------------
+
+
+def policy_gradient(logp: torch.Tensor, rows: int) -> None:
+    """Backward through the loss of a step without KL term; logp: rows of equal length, (M,)."""
+    logp = logp.view(rows, -1)  # (N, L)
+    advantages = torch.linspace(-1, 1, rows, device=logp.device)  # (N,)
+    weights = torch.full((rows,), 1 / logp.numel(), device=logp.device)  # (N,)
+    loss, _ = flow_grpo.flow_grpo_loss(
+        logp, logp.detach(), None, advantages, weights, torch.ones_like(logp), beta=0.0
+    )
+    loss.backward()
+
+
+def update_work(options, prompts, responses, with_trl: bool) -> Work:
+    """Forward and backward of planner rows: ours packed, the peers padded."""
+    backbone, theirs = models(options)
+    backbone.model.requires_grad_(True)
+    N, L = len(prompts), len(responses[0])
+    width = max(map(len, prompts))
+    device = options.device
+    rows = [[0] * (width - len(p)) + p + r for p, r in zip(prompts, responses, strict=True)]
+    ids = torch.tensor(rows, device=device)  # (N, W), padded on the left
+    mask = [[0] * (width - len(p)) + [1] * (len(p) + L) for p in prompts]
+    mask = torch.tensor(mask, device=device)  # (N, W)
+    targets = torch.tensor(responses, device=device)  # (N, L)
+
+    def norm(model):
+        weight = model.get_input_embeddings().weight
+        value = weight.grad.norm().item()
+        model.zero_grad(set_to_none=True)
+        return value
+
+    def ours():
+        hidden = backbone.packed_hidden(prompts, responses, gate=1)  # (M, D)
+        logp, _ = flow_grpo.linear_logprobs(hidden, backbone.head_weight(1), targets.flatten())
+        policy_gradient(logp, N)
+        return norm(backbone.model)
+
+    def padded():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = theirs(ids, attention_mask=mask, position_ids=positions, use_cache=False,
+                        logits_to_keep=L + 1).logits[:, :-1]  # (N, L, V)
+        logp = logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]  # (N, L)
+        policy_gradient(logp.flatten(), N)
+        return norm(theirs)
+
+    def check(results):
+        assert max(results) - min(results) < 2e-2 * max(results), f"gradient norms {results}"
+
+    sides = [Side("ours", ours), Side("padded rows", padded)]
+    if with_trl:
+        sides.append(Side("TRL's loss", trl_loss(theirs, options, ids, mask, L, norm)))
+    return Work(sides, "updates/s", memory=True, check=check)
+
+
+def trl_trainer(model, options, words: list[str], new_tokens: int):
+    """A GRPOTrainer of one step of G roll-outs, around a model with random weights."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    logging.disable(logging.WARNING)
+    settings = GRPOConfig(
+        output_dir=tempfile.mkdtemp(), use_cpu=options.device == "cpu",
+        bf16=options.device == "cuda", per_device_train_batch_size=G, num_generations=G,
+        max_completion_length=new_tokens, generation_kwargs={"min_new_tokens": new_tokens},
+        gradient_accumulation_steps=1, max_steps=1, beta=0.0, temperature=1.0, loss_type="grpo",
+        learning_rate=1e-6, gradient_checkpointing=False, report_to=[], save_strategy="no",
+        logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    return GRPOTrainer(
+        model=model, args=settings,
+        processing_class=agentflow.load_tokenizer(str(agentflow.BUILTIN)),
+        reward_funcs=lambda completions, **_: [float(i % 2) for i in range(len(completions))],
+        train_dataset=Dataset.from_list([{"prompt": "".join(words)}] * G),
+    )  # fmt: skip
+
+
+def trl_loss(model, options, ids, mask, length: int, norm):
+    """Forward and backward of TRL's own loss on the padded rows."""
+    trainer = trl_trainer(copy.deepcopy(model), options, [" 1"], length)
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = {
+        "prompt_ids": ids[:, :-length], "prompt_mask": mask[:, :-length],
+        "completion_ids": ids[:, -length:], "completion_mask": mask[:, -length:],
+        "advantages": torch.linspace(-1, 1, len(ids), device=ids.device),
+        "num_items_in_batch": mask[:, -length:].sum(),
+    }  # fmt: skip
+
+    def run():
+        trainer._compute_loss(trainer.model, inputs).backward()
+        return norm(trainer.model)
+
+    return run
+
+
+def update(options) -> Work:
+    """G 8, prompt 512, response 64: forward and backward of all weights."""
+    rng = random.Random(0)
+    config = shape(options)
+    prompt = random_tokens(rng, 512, config)
+    responses = [random_tokens(rng, 64, config) for _ in range(G)]
+    return update_work(options, [prompt] * G, responses, with_trl=True)
+
+
+def update_turns(options) -> Work:
+    """8 roll-outs of three turns: the prompts grow from 512 to 768 tokens, each its own way."""
+    rng = random.Random(0)
+    config = shape(options)
+    start = random_tokens(rng, 512, config)
+    memories = [random_tokens(rng, 256, config) for _ in range(G)]
+    tail = random_tokens(rng, 8, config)  # the template's end, behind the memory
+    prompts = [start + memory[: 128 * turn] + tail for memory in memories for turn in range(3)]
+    responses = [random_tokens(rng, 64, config) for _ in prompts]
+    return update_work(options, prompts, responses, with_trl=False)
+
+
+def step(options) -> Work:
+    """A whole GRPO step: 8 roll-outs of a prompt of 512 tokens, 64 new ones, update and AdamW."""
+    backbone, theirs = models(options)
+    rng = random.Random(0)
+    words = [f" {rng.randrange(1000)}" for _ in range(512)]  # a token each
+    prompt = backbone.tokenizer.encode("".join(words), add_special_tokens=False)
+    assert len(prompt) == 512
+    backbone.model.requires_grad_(True)
+    backbone._prompt_ids, backbone._head_ids = lambda *_: tuple(prompt), lambda _: ()
+    optimizer = torch.optim.AdamW(backbone.model.parameters(), lr=1e-6, foreach=True)
+    trainer = trl_trainer(theirs, options, words, 64)
+
+    def ours():
+        requests = [Request(Ask("planner", "", ""), 1.0, 64, (0, i)) for i in range(G)]
+        replies = backbone.generate(requests)
+        responses = [reply.response_ids for reply in replies]
+        hidden = backbone.packed_hidden([prompt] * G, responses, gate=1)  # (M, D)
+        targets = torch.tensor(responses, device=options.device).flatten()  # (M,)
+        logp, _ = flow_grpo.linear_logprobs(hidden, backbone.head_weight(1), targets)
+        policy_gradient(logp, G)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        backbone.adapter_changed()
+
+    def peer():
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its statistics
+            trainer.train()
+
+    sides = [Side("ours", ours), Side("TRL GRPOTrainer", peer)]
+    return Work(sides, "steps/s", memory=True)
+
+
+def loss_memory(options) -> Work:
+    """`linear_logprobs` on 4,096 tokens, V 152,064, D 896, with the gradient of the hidden
+    states."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    M, V, D = (4096, 152_064, 896) if options.model != "tiny" else (64, 4096, 32)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(M, D, generator=generator).to(options.device).requires_grad_()  # (M, D)
+    weight = (torch.randn(V, D, generator=generator) * D**-0.5).to(options.device)  # (V, D)
+    targets = torch.randint(V, (M,), generator=generator).to(options.device)  # (M,)
+    advantages = torch.linspace(-1, 1, G, device=options.device)
+    liger = LigerFusedLinearGRPOLoss(beta=0.0, compiled=False, use_ref_model=False,
+                                     loss_type="bnpo", epsilon_low=0.2, epsilon_high=0.2)
+
+    def done(logp):  # the same loss for all: mean over tokens
+        loss, _ = flow_grpo.flow_grpo_loss(
+            logp.view(G, -1), logp.detach().view(G, -1), None, advantages,
+            torch.full((G,), 1 / M, device=logp.device), torch.ones(G, M // G, device=logp.device),
+            beta=0.0,
+        )  # fmt: skip
+        loss.backward()
+        return gradient()
+
+    def gradient():
+        value, hidden.grad = hidden.grad, None
+        return value
+
+    def ours():
+        return done(flow_grpo.linear_logprobs(hidden, weight, targets)[0])
+
+    def plain():
+        logits = hidden @ weight.T  # (M, V)
+        return done(logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0])
+
+    def fused():
+        rows = (G, M // G)
+        loss, *_ = liger(hidden.view(*rows, D), weight, targets.view(rows),
+                         torch.ones(rows, device=hidden.device), advantages)
+        loss.backward()
+        return gradient()
+
+    def check(results):
+        mine, *others = results
+        for other in others:
+            assert (mine - other).abs().max() < 1e-4 * other.abs().max(), "gradients differ"
+
+    sides = [Side("ours", ours), Side("log_softmax", plain), Side("Liger's fused loss", fused)]
+    return Work(sides, "losses/s", memory=True, check=check)
+
+
+# --- How it scales, and how far from the limit ---------------------------------------------------
+
+
+def scaling(options) -> list[dict]:
+    """Decode time a token over roll-outs and prompt length, loss memory over the vocabulary."""
+    rng, rows = random.Random(0), []
+    backbone, _ = models(options)
+    table: dict[str, list[int]] = {}
+    backbone._prompt_ids, backbone._head_ids = lambda _, name: tuple(table[name]), lambda _: ()
+    clock = 1 if options.device == "cuda" else 0
+
+    def tokens_a_second(rollouts: int, length: int) -> float:
+        table["prompt"] = random_tokens(rng, length, backbone.model.config)
+
+        def run():
+            backbone.generate([Request(Ask("planner", "", "prompt"), 1.0, 32, (0, i))
+                               for i in range(rollouts)])
+
+        run()
+        taken = statistics.median(seconds(run, options.device)[clock] for _ in range(options.runs))
+        return rollouts * 32 / taken
+
+    def report(title: str, values: dict[str, float], unit: str) -> None:
+        base_name, base = next(iter(values.items()))
+        for name, value in values.items():
+            print(f"scaling | {title} {name}: {value:.4g} {unit}, "
+                  f"{value / base:.2f} of {base_name}", flush=True)
+            rows.append({"name": f"scaling {title} {name}", "peer_name": base_name, "ours": value,
+                         "peer": base, "unit": unit, "ratio": value / base, "spread": 0.0,
+                         "memory_ratio": None})
+
+    report("roll-outs", {f"x{n}": tokens_a_second(8 * n, 256) for n in (1, 2, 4, 8)}, "tokens/s")
+    report("prompt", {f"x{n}": tokens_a_second(16, 256 * n) for n in (1, 2, 4)}, "tokens/s")
+    shape_of_kv = backbone.lanes[0].kv.shape  # (2, layers, S, W, H_kv, D_head)
+    cost = backbone.lanes[0].kv.numel() * backbone.lanes[0].kv.element_size()
+    print(f"scaling | keys and values: {cost / shape_of_kv[2] / shape_of_kv[3]:.0f} bytes a token "
+          f"of a slot, {cost / 1e6:.0f} MB for {shape_of_kv[2]} slots of {shape_of_kv[3]}")
+    memory = {}
+    for n in (1, 4):
+        hidden = torch.randn(1024, 256, device=options.device, requires_grad=True)
+        weight = torch.randn(32_000 * n, 256, device=options.device)
+        targets = torch.randint(32_000, (1024,), device=options.device)
+
+        def run(hidden=hidden, weight=weight, targets=targets):
+            flow_grpo.linear_logprobs(hidden, weight, targets)[0].sum().backward()
+
+        memory[f"x{n}"] = peak_memory(run, options.device) / 1e6
+    report("vocabulary", memory, "MB")
+    return rows
+
+
+def roofline(options) -> list[dict]:
+    """A decode step against its limit: its matrix products alone, and its keys and values read
+    once at the bandwidth of a copy."""
+    context = 5000 if options.model == "qwen2.5-7b" else 256
+    widths = (1, 64, 256) if context == 5000 else (1, 8, 64)
+    rows = []
+    for B in widths:
+        backbone, theirs = models(options, slots=B)
+        rng = random.Random(B)
+        prompt = random_tokens(rng, context, backbone.model.config)
+        backbone._prompt_ids, backbone._head_ids = lambda *_, p=prompt: tuple(p), lambda _: ()
+        lane, device = backbone.lanes[0], options.device
+        backbone.stride = 16
+        linears = [module for module in theirs.modules() if isinstance(module, torch.nn.Linear)]
+        inputs = {m.in_features: torch.randn(B, m.in_features, device=device, dtype=backbone.dtype)
+                  for m in linears}
+
+        @torch.inference_mode()
+        def products(linears=linears, inputs=inputs):
+            for module in linears:
+                module(inputs[module.in_features])
+
+        source = torch.ones(64 * 2**20, device=device)  # 256 MB: more than any cache holds
+        target = torch.empty_like(source)
+
+        def copied(source=source, target=target):
+            target.copy_(source)
+
+        kv_bytes = 2 * lane.layers * B * context * math.prod(lane.kv_shape) * lane.kv.element_size()
+        clock = 1 if device == "cuda" else 0
+
+        def decode(backbone=backbone, B=B):
+            """One burst of 16 tokens a row; the prefill is not counted."""
+            for i in range(B):
+                backbone.submit(Request(Ask("planner", "", ""), 1.0, 64, (0, i)))
+            lane = backbone.lanes[0]
+            with torch.inference_mode():
+                backbone._admit(lane)
+                taken = seconds(lambda: backbone._burst(lane), options.device)
+            lane.rows.clear()
+            return taken
+
+        decode()
+        products()
+        ratios, ours, limits = [], [], []
+        for _ in range(options.runs):
+            step_time = decode()[clock] / 16
+            product_time = min(seconds(products, device)[clock] for _ in range(5))
+            copy_time = min(seconds(copied, device)[clock] for _ in range(3))
+            bandwidth = 2 * source.numel() * 4 / copy_time  # read and written
+            limit = product_time + kv_bytes / bandwidth
+            ratios.append(limit / step_time)
+            ours.append(B / step_time)
+            limits.append(B / limit)
+        row = {"name": f"roofline B {B}", "peer_name": "limit", "ours": statistics.median(ours),
+               "peer": statistics.median(limits), "unit": "tokens/s",
+               "ratio": statistics.median(ratios), "spread": max(ratios) - min(ratios),
+               "memory_ratio": None}
+        rows.append(row)
+        print(f"roofline | B {B}, context {context}: {row['ours']:.0f} tokens/s, "
+              f"{row['ratio']:.0%} of the limit of {row['peer']:.0f} "
+              f"({min(ratios):.0%} to {max(ratios):.0%})", flush=True)
+    return rows
+
+
+BENCHES = {
+    bench.__name__: bench
+    for bench in (generate_shared, generate_ragged, generate_distinct, rollout, update,
+                  update_turns, step, loss_memory, scaling, roofline)
+}  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=[*BENCHES, "all"])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", default="default", choices=["default", *SHAPES],
+                        help="random weights of this shape [smollm-135m]")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU [1]")
+    parser.add_argument("--runs", type=int, default=3, help="of each side, after a first one [3]")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there")
+    parser.add_argument("--side", help=argparse.SUPPRESS)  # one side's memory, in a child
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    transformers.utils.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")  # the peers' about their own next versions
+    if options.side:
+        work = BENCHES[options.name](options)
+        side = next(side for side in work.sides if side.name == options.side)
+        print(peak_memory(side.run, options.device))
+        return 0
+    print(f"{options.device}, {options.threads} threads, torch {torch.__version__}, transformers "
+          f"{transformers.__version__}; {options.runs} interleaved runs of each", flush=True)
+    rows = []
+    for name in BENCHES if options.name == "all" else [options.name]:
+        made = BENCHES[name](options)
+        rows += made if isinstance(made, list) else measure(name, made, options)
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
