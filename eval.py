@@ -568,7 +568,8 @@ def main(arguments: list[str] | None = None) -> int:
             open(config.json, "a", encoding="utf-8").close()  # better refused now than at the end
         of_run = same_file(config.data, defaults.get("data"))
         questions = held_out_questions(config.data, of_run and bool(defaults["held_out_of"]))
-        if of_run and defaults["eval_hash"] not in ("", data_hash(questions)):
+        measured = questions[: defaults.get("eval_questions") or None]
+        if of_run and defaults["eval_hash"] not in ("", data_hash(measured)):
             print("note: the run measured itself on other questions; the file has changed since.",
                   file=sys.stderr)
         questions = questions[: config.eval_questions or None]

@@ -495,7 +495,7 @@ class Run:
                 f"--resume: {path} cannot be read, so {self.folder} is no run that can go on."
             ) from error
         names = {field.name for field in dataclasses.fields(Config)} | {"data_hash", "eval_hash"}
-        for name in sorted(names - MAY_CHANGE):
+        for name in sorted(names - MAY_CHANGE, key=lambda name: (name.endswith("_hash"), name)):
             if before.get(name) != self.description[name]:
                 raise ValueError(
                     f"--resume: {self.folder} was started with {name} = {before.get(name)!r}, now "
@@ -826,6 +826,7 @@ def train(config: Config, run: Run, questions, held_out, tools, backbone) -> dic
     rewards = [row["reward"] for row in run.metrics() if row["reward"] is not None]
     if rewards:
         print("\n" + curve(rewards))
+    print(f"\nadapter, metrics and roll-outs: {run.folder}")
     return summary
 
 

@@ -141,6 +141,19 @@ def test_peft_loads_the_adapter(finished_run):
     torch.testing.assert_close(hidden @ ours.lm_head_weight.T, theirs[0, 3:], rtol=0, atol=1e-5)
 
 
+def test_eval_says_nothing_of_other_questions_after_a_run_on_the_first_few(
+        tmp_path, few_questions, capsys):
+    folder = tmp_path / "run"
+    assert run("--max_steps", 0, "--eval_data", few_questions, "--eval_questions", 2, *SMALL,
+               "--output_dir", folder) == 0
+    assert evaluation.main(["--adapter", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert "other questions" not in said.err and "2 questions" in said.out
+    assert train.main(["--resume", "--output_dir", str(folder), "--eval_data", few_questions,
+                       *map(str, SMALL)]) == 2
+    assert "eval_questions = 2" in capsys.readouterr().err, "the flag is named, and no hash"
+
+
 def test_eval_with_the_runs_adapter_gives_the_accuracy_after_again(finished_run, few_questions,
                                                                    tmp_path):
     path = tmp_path / "result.json"
