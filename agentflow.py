@@ -1279,8 +1279,9 @@ def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_al
             path, output_loading_info=True, **dtype_option(dtype))
         tokenizer = load_tokenizer(path)
     except Exception as error:  # a folder is a user's input, and each damage raises its own kind
+        where = "" if local else f" There is no folder {path} here, nor did it come from the hub."
         raise ValueError(f"The model {model} could not be loaded ({type(error).__name__}): {error}"
-                         ) from error
+                         f"{where}") from error
     if report["missing_keys"]:
         raise ValueError(f"The model {model} lacks weights, {sorted(report['missing_keys'])[0]} "
                          "among them: download it again.")
