@@ -1064,21 +1064,17 @@ class Backbone:
         start = torch.tensor(starts, device=self.device)[:, None]  # (B, 1)
         rows = torch.arange(B, device=self.device)
         gates = self._gates(lane, gates)
-        out = None  # (B, D)
-        # A long prompt goes in pieces: its mask and activations are those of one piece.
-        step = max(1, PREFILL_TOKENS // B)
-        for begin in range(0, longest, step):
-            piece = ids[:, begin:begin + step]  # (B, l)
+        # A long prompt goes in pieces: its mask and activations are those of one piece. Rows that
+        # share a pass fit the budget together (`_admit`), so that only a row alone is cut.
+        assert B == 1 or longest * B <= PREFILL_TOKENS, "rows of one pass must fit its budget"
+        for begin in range(0, longest, PREFILL_TOKENS):
+            piece = ids[:, begin:begin + PREFILL_TOKENS]  # (B, l)
             positions = start + torch.arange(begin, begin + piece.shape[1], device=self.device)
             width = min(kv.shape[3], max(starts) + begin + piece.shape[1])
             mask = causal_mask(positions, width, lane.dtype)  # (B, 1, l, width)
             context = CachedAttention(kv, rows[:, None], positions, mask)
             hidden = self._hidden(lane, piece, positions, context, gates)  # (B, l, D)
-            place = last - begin
-            here = (place >= 0) & (place < piece.shape[1])
-            found = hidden[rows, place.clamp(0, piece.shape[1] - 1)]  # (B, D)
-            out = found if out is None else torch.where(here[:, None], found, out)
-        return out
+        return hidden[rows, last - begin]  # (B, D): the last piece holds every row's last token
 
     def _prefill(self, lane: Lane, jobs) -> None:
         """Compute some distinct prompts, copy their keys and values to all their rows, and draw

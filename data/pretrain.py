@@ -10,7 +10,8 @@ the memory says, and learning the periodic table by heart does not help it.
 
 Stage 1  copying spans out of random texts, 8 tokens at first, half as long again when it works;
          then the same behind the heads of real prompts
-Stage 2  transcripts of all modules, with copying rows in the mix
+Stage 2  transcripts of all modules, with copying rows in the mix; names and numbers a little
+         blurred, and the mean of the last weights kept
 
 Run:  python data/pretrain.py            (writes data/backbone/; a checkpoint every five minutes)
       python data/pretrain.py --show     (prints one transcript)
@@ -629,7 +630,8 @@ def learn_transcripts(backbone, transcripts: Transcripts, seconds: float, peak: 
         optimizer.zero_grad(set_to_none=True)
         if passed > DECAY_FROM:
             averaged += 1
-            torch._foreach_lerp_(average, [p.detach() for p in parameters], 1 / averaged)
+            for mean, parameter in zip(average, parameters, strict=True):
+                mean.lerp_(parameter.detach(), 1 / averaged)
         if step % 25 == 0:
             print(f"step {step} | {tokens / 1e6:.1f}M tokens | lr {rate:.1e} | "
                   f"{time.time() - started:.0f}s | " + " | ".join(report.values()), flush=True)
@@ -669,6 +671,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="stage 2 from data/backbone/")
     parser.add_argument("--copy", action="store_true", help="with --resume: stage 1b before it")
     arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)  # of the blur
     transcripts = Transcripts(arguments.seed)
     if arguments.show:
         task = make_data.make_two_step(transcripts.rng, lambda: 23, numeric(transcripts.known))

@@ -575,9 +575,10 @@ def test_no_more_prompts_are_kept_than_there_is_room_for():
 
 
 def test_prompts_prefilled_in_pieces_have_the_log_probs_of_whole_ones(monkeypatch):
-    """Pieces of 12 tokens for 4 rows are 3 tokens a row: rows end in different pieces."""
+    """Pieces of 12 tokens: the static head and the longer prompts take several."""
     requests = [request("x" * n, "planner", 1.0, 5, key=(0, n)) for n in (1, 2, 9, 17)]
     whole = backbone(adapter=True).generate(requests)
+    assert len(whole[0].prompt_ids) > 24
     monkeypatch.setattr(agentflow, "PREFILL_TOKENS", 12)
     for one, other in zip(backbone(adapter=True).generate(requests), whole, strict=True):
         assert one.response_ids == other.response_ids

@@ -411,8 +411,9 @@ def test_every_error_kind_of_the_flow_is_one_that_the_tools_know():
 
 
 def with_a_pause(flow, turn, seconds):
-    """The same flow, and a tool that takes `seconds` in its turn number `turn` (or its last)."""
-    answer, verified = None, 0
+    """The same flow, and a tool that takes `seconds` in its turn number `turn`, or behind its last
+    one where there are fewer: every flow waits once."""
+    answer, verified, waited = None, 0, False
     while True:
         try:
             wanted = flow.send(answer)
@@ -420,7 +421,8 @@ def with_a_pause(flow, turn, seconds):
             return end.value
         if isinstance(wanted, Ask) and wanted.module in ("verifier", "generator"):
             verified += 1
-            if verified == turn:
+            if not waited and (verified == turn or wanted.module == "generator"):
+                waited = True
                 yield Job(lambda: time.sleep(seconds))
         answer = yield wanted
 

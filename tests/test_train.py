@@ -517,6 +517,10 @@ def test_micro_batches_hold_every_row_once_and_keep_to_the_budget():
     for batch in batches:
         nodes, _ = agentflow.build_trie([row.prompt_ids + row.response_ids for row in batch])
         assert len(batch) == 1 or sum(len(node.tokens) for node in nodes) <= 1500
+    for batch, following in zip(batches, batches[1:], strict=False):
+        more = [row.prompt_ids + row.response_ids for row in [*batch, following[0]]]
+        nodes, _ = agentflow.build_trie(more)
+        assert sum(len(node.tokens) for node in nodes) > 1500, "the next row had its place here"
 
 
 def test_the_last_token_of_a_reply_is_trained_whether_it_ends_or_is_cut():
