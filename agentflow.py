@@ -74,6 +74,7 @@ PASS_TOKENS = 64         # what a pass costs besides its tokens, in tokens
 HEADS = 64               # static prompt heads whose keys and values are kept
 KEPT_TOKENS = 1_024      # a slot: prompts kept for the next turn of their roll-outs
 WIDTH_STEP = 128         # slots grow by multiples of this many tokens
+DRAW_BLOCK = 256         # sampling: tokens whose probabilities are first summed
 
 # Letters in shapes are flow_grpo.py's (L tokens, M packed tokens, D width, V vocabulary, S slots, W
 # slot width), and for one pass: B its rows; H query heads on H_kv key heads of width D_head.
@@ -91,7 +92,7 @@ class Request:
     temperature: float    # 0 = greedy
     max_tokens: int
     key: tuple[int, ...]  # (seed, step, question, roll-out, call): its random numbers' name
-    flow: Any = field(default=None, compare=False)  # the coroutine that asks, where there is one
+    flow: tuple[int, ...] = ()  # (seed, step, question, roll-out) where a roll-out asks
 
 
 @dataclass
@@ -247,10 +248,13 @@ class Sampling:
     max_completion_length: int = 256  # tokens of one planner reply
     max_frozen_length: int = 256  # tokens of one reply of a frozen module
 
-    def request(self, ask: Ask, key: tuple[int, ...], flow: Any = None) -> Request:
+    def request(self, ask: Ask, flow: tuple[int, ...], call: int) -> Request:
+        """A roll-out's request number `call`."""
         if ask.module == "planner":
-            return Request(ask, self.temperature, self.max_completion_length, key, flow)
-        return Request(ask, 0.0, self.max_frozen_length, key, flow)
+            temperature, max_tokens = self.temperature, self.max_completion_length
+        else:
+            temperature, max_tokens = 0.0, self.max_frozen_length
+        return Request(ask, temperature, max_tokens, (*flow, call), flow)
 
 
 def drive(
@@ -283,8 +287,7 @@ def drive(
         try:
             wanted = flows[index].send(answer)
             while not isinstance(wanted, Job):
-                key = (*keys[index], calls[index])
-                request = sampling.request(wanted, key, flows[index])
+                request = sampling.request(wanted, keys[index], calls[index])
                 try:
                     backbone.submit(request)
                 except ValueError as error:  # a prompt that does not fit: the flow's own affair;
@@ -333,6 +336,7 @@ def roll_out(
     ids: a number for each question, part of its rows' random numbers; their place by default. A
     question that is asked twice gets new roll-outs the second time: its numbers go on at G.
     """
+    backbone.new_phase()
     ids = list(range(len(questions))) if ids is None else ids
     again = [ids[:place].count(number) for place, number in enumerate(ids)]
     analyses = drive(
@@ -367,6 +371,9 @@ class ScriptedBackbone:
         self.asked: list[Ask] = []  # every request so far, in order: what tests look at
         self._waiting: list[Request] = []
 
+    def new_phase(self) -> None:
+        """Nothing is kept from one phase to the next."""
+
     def submit(self, request: Request) -> None:
         self._waiting.append(request)
 
@@ -398,7 +405,7 @@ class Gate:
     """Which rows of the forward pass in flight see the adapter; shared by all layers of a backbone.
 
     None: no row, and the layers are exactly the bare model's. Otherwise (B, 1, 1), 1 for a planner
-    row and 0 for a frozen one: y + 0 * delta is y bit for bit, so that one pass serves both.
+    row and 0 for a frozen one: y + B 0 is y bit for bit, so that one pass serves both.
     """
 
     value: torch.Tensor | None = None
@@ -423,8 +430,10 @@ class LoraLinear(nn.Module):
         y = self.base(x)  # (B, L, out)
         if self.gate.value is None:
             return y
-        delta = F.linear(F.linear(x, self.A.to(x.dtype)), self.B.to(x.dtype))  # (B, L, out)
-        return torch.addcmul(y, self.gate.value, delta, value=self.scale)
+        low = F.linear(x, self.A.to(x.dtype)) * (self.scale * self.gate.value)  # (B, L, r)
+        # Added in place, by the product itself: a copy of y costs more than both products.
+        y.flatten(0, 1).addmm_(low.flatten(0, 1), self.B.to(x.dtype).T)
+        return y
 
 
 # ------------------------------------------------------------------------------------------------
@@ -479,17 +488,17 @@ class CachedAttention:
     lies further right (an earlier row's keys, padding's) is hidden until it is overwritten.
     """
 
-    kv: torch.Tensor         # (2, layers, B, W, H_kv, D_head)
+    kv: torch.Tensor         # (2, layers, B, H_kv, W, D_head)
     rows: torch.Tensor       # (B, 1): 0..B-1
     positions: torch.Tensor  # (B, L)
     mask: torch.Tensor       # (B, 1, L, width), width <= W: the longest row's
 
     def attend(self, layer, query, key, value, scaling):
-        keys, values = self.kv[0, layer], self.kv[1, layer]  # (B, W, H_kv, D_head) each
-        keys[self.rows, self.positions] = key.transpose(1, 2)
-        values[self.rows, self.positions] = value.transpose(1, 2)
+        keys, values = self.kv[0, layer], self.kv[1, layer]  # (B, H_kv, W, D_head) each
+        keys[self.rows, :, self.positions] = key.transpose(1, 2)
+        values[self.rows, :, self.positions] = value.transpose(1, 2)
         width = self.mask.shape[-1]
-        keys, values = keys[:, :width].transpose(1, 2), values[:, :width].transpose(1, 2)
+        keys, values = keys[:, :, :width], values[:, :, :width]
         return masked_attention(query, keys, values, self.mask, scaling).transpose(1, 2)
 
 
@@ -596,19 +605,41 @@ def choose(logits, temperatures, draws):
     when every row is greedy. Returns ids (B,) and log-probs (B,) in fp32.
     """
     scaled = flow_grpo.tempered(logits, temperatures)  # (B, V) fp32
-    log_total = torch.logsumexp(scaled, dim=-1, keepdim=True)  # (B, 1)
-    ids = scaled.argmax(dim=-1)  # (B,)
+    log_total = scaled.logsumexp(dim=-1)  # (B,)
+    ids = scaled.max(dim=-1).indices  # (B,): on a CPU three times as fast as argmax
     if draws is not None:
-        # Inverse of the cumulative distribution: the first token whose cumulated probability is
-        # above draw * total. Strictly above and strictly below the total: a token of probability 0
-        # adds nothing, so it is never the first.
-        cumulated = (scaled - log_total).exp().cumsum(dim=-1, dtype=draws.dtype)  # (B, V)
-        total = cumulated[:, -1:]
-        target = torch.minimum(draws[:, None] * total, total.nextafter(0 * total))  # (B, 1)
-        drawn = torch.searchsorted(cumulated, target, right=True)[:, 0]  # (B,)
-        drawn = drawn.clamp(max=logits.shape[-1] - 1)  # NaN everywhere: `finite` will say so
-        ids = torch.where(temperatures == 0, ids, drawn)
-    return ids, (scaled.gather(-1, ids[:, None]) - log_total)[:, 0]
+        ids = torch.where(temperatures == 0, ids, draw(scaled.softmax(dim=-1), draws))
+    return ids, scaled.gather(-1, ids[:, None])[:, 0] - log_total
+
+
+def draw(probabilities, draws):
+    """(B, V) probabilities, (B,) numbers in [0, 1) -> (B,) tokens: inverse of the cumulated ones.
+
+    The first token whose cumulated probability is above the row's number. In two stages, the block
+    of tokens and then the token in it, so that only sums of blocks and one block a row are
+    cumulated, in the numbers' own precision (fp32 would shift borders by more than rare tokens
+    have).
+    """
+    B, V = probabilities.shape
+    blocks = F.pad(probabilities, (0, -V % DRAW_BLOCK)).view(B, -1, DRAW_BLOCK)
+    cumulated = blocks.sum(dim=-1, dtype=draws.dtype).cumsum(dim=-1)  # (B, blocks)
+    block, target = first_above(cumulated, draws[:, None] * cumulated[:, -1:])  # (B, 1) each
+    before = F.pad(cumulated, (1, -1)).gather(-1, block)  # (B, 1): what the blocks before it hold
+    inside = blocks[torch.arange(B, device=block.device), block[:, 0]]  # (B, DRAW_BLOCK)
+    token, _ = first_above(inside.cumsum(dim=-1, dtype=draws.dtype), target - before)
+    # Where every probability is NaN there is no such token; `finite` will say so.
+    return (block * DRAW_BLOCK + token)[:, 0].clamp(max=V - 1)
+
+
+def first_above(cumulated, target):
+    """(B, n) cumulated weights, (B, 1) targets -> index (B, 1) of the first above each, and target.
+
+    Strictly above, and the target strictly below the total: what weighs nothing is never the first.
+    """
+    total = cumulated[:, -1:]
+    target = torch.minimum(target, total.nextafter(torch.zeros_like(total)))
+    index = torch.searchsorted(cumulated, target, right=True)
+    return index.clamp(max=cumulated.shape[-1] - 1), target
 
 
 def finite(logp: list[float]) -> None:
@@ -634,13 +665,14 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
 
 @dataclass
 class Draft:
-    """One reply in the making: a row of the batch. Equal greedy requests share one."""
+    """One reply, in the making or done: a row of the batch. Equal greedy requests share one."""
 
     requests: list[Request]
     prompt_ids: tuple[int, ...]
     gate: int  # 1: the planner's weights, 0: the frozen ones
     ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
+    done: bool = False
 
     def room(self) -> int:
         return self.requests[0].max_tokens - len(self.ids)
@@ -648,6 +680,16 @@ class Draft:
     def same(self) -> tuple:
         """All that decides a greedy reply."""
         return self.prompt_ids, self.gate, self.requests[0].max_tokens
+
+
+def prompt_names(group: list[Draft], version: int) -> list[tuple]:
+    """What the prompt of these rows is kept under: its module's last one in each roll-out that asks
+    and in their group, (module, roll-out or question, version)."""
+    names = {}  # a set that keeps its order
+    for request in (request for row in group for request in row.requests if request.flow):
+        names[request.ask.module, request.flow, version] = None
+        names[request.ask.module, request.flow[:-1], version] = None
+    return list(names)
 
 
 class PromptCache:
@@ -664,7 +706,7 @@ class PromptCache:
         return self.entries.get(key, ((), None))
 
     def put(self, key: tuple, ids: tuple[int, ...], kv: torch.Tensor) -> None:
-        """kv: (2, layers, 1, len(ids), H_kv, D_head)."""
+        """kv: (2, layers, 1, H_kv, len(ids), D_head)."""
         self._drop(key)
         self.entries[key] = ids, kv
         self.room -= len(ids)
@@ -673,6 +715,10 @@ class PromptCache:
 
     def _drop(self, key: tuple) -> None:
         self.room += len(self.entries.pop(key, ((),))[0])
+
+    def clear(self) -> None:
+        for key in list(self.entries):
+            self._drop(key)
 
     def forget_planner(self) -> None:
         """Drops what the adapter took part in, version 1 and on."""
@@ -695,23 +741,25 @@ class Lane:
         self.lm_head = lambda hidden: flow_grpo.head_logits(
             hidden, model.get_output_embeddings().weight)
         self.dtype, self.device = model.dtype, model.device
-        self.layers, self.kv_shape = config.num_hidden_layers, (config.num_key_value_heads, head)
+        self.layers, self.kv_heads, self.head = (
+            config.num_hidden_layers, config.num_key_value_heads, head)
         self.slots = slots
         self.rows: list[Draft] = []
         self.waiting: list[Draft] = []
         self.kv = self.zeros(slots, 0)
 
     def zeros(self, rows: int, width: int) -> torch.Tensor:
-        """Keys and values (2, layers, rows, width, H_kv, D_head); zeroed, since 0 * NaN is NaN."""
-        shape = (2, self.layers, rows, width, *self.kv_shape)
+        """Keys and values (2, layers, rows, H_kv, width, D_head); zeroed, since 0 * NaN is NaN.
+        A head's keys lie one behind the other, as decoding reads them."""
+        shape = (2, self.layers, rows, self.kv_heads, width, self.head)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def reserve(self, width: int) -> None:
         """Make the slots at least this wide, keeping what is in them."""
-        if width > self.kv.shape[3]:
+        if width > self.kv.shape[4]:
             old = self.kv
             self.kv = self.zeros(self.slots, math.ceil(width / WIDTH_STEP) * WIDTH_STEP)
-            self.kv[:, :, :, :old.shape[3]] = old
+            self.kv[..., :old.shape[4], :] = old
 
 
 class Backbone:
@@ -755,8 +803,9 @@ class Backbone:
         self._prompt_ids = lru_cache(4096)(self._render)       # many requests have equal prompts
         self._head_ids = lru_cache(HEADS)(self._render_head)
         self._heads: dict[tuple, torch.Tensor] = {}  # (system text, version) -> keys and values
-        self._greedy: dict[tuple, Draft] = {}  # greedy rows in flight, by what decides them
-        self._last_prompts = PromptCache(KEPT_TOKENS * slots)  # by module, flow and version
+        self._greedy: dict[tuple, Draft] = {}  # this phase's greedy rows, by what decides them
+        self._known: list[tuple[Request, Reply]] = []  # answered at once by one of these
+        self._last_prompts = PromptCache(KEPT_TOKENS * slots)  # by module, flow or group, version
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -792,7 +841,14 @@ class Backbone:
         assert not busy, "the planner's weights changed while it was writing: finish its rows first"
         self.adapter_version += 1  # no key finds the old ones any more; here their memory is freed
         self._heads = {key: head for key, head in self._heads.items() if not key[1]}
+        self._greedy = {key: row for key, row in self._greedy.items() if not row.gate}
         self._last_prompts.forget_planner()
+
+    def new_phase(self) -> None:
+        """Forgets what earlier roll-outs asked and were answered, so that a phase computes the same
+        whatever came before it: a run that is resumed here goes on bit for bit."""
+        self._greedy.clear()
+        self._last_prompts.clear()
 
     def _version(self, gate: int) -> int:
         """Of the weights that keys and values come from: 0 the frozen ones, else the adapter's."""
@@ -970,15 +1026,18 @@ class Backbone:
         row = Draft([request], ids, gate)
         if request.temperature == 0:
             twin = self._greedy.setdefault(row.same(), row)
-            if twin is not row:
+            if twin.done:
+                self._known.append((request, self._reply(twin, request)))
+            elif twin is not row:
                 twin.requests.append(request)
+            if twin is not row:
                 return
         self._lane(gate).waiting.append(row)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Request, Reply]]:
         """Fill free slots, write up to `stride` tokens of each row, return what is finished."""
-        finished = []
+        finished, self._known = self._known, []
         for lane in self.lanes:
             self._admit(lane)
             finished += self._retire(lane)  # a first token may be the last
@@ -989,10 +1048,11 @@ class Backbone:
 
     def generate(self, requests: Sequence[Request]) -> list[Reply]:
         """All requests to their end; replies in the order of the requests."""
+        self._greedy.clear()  # each call computes its replies anew
         for request in requests:
             self.submit(request)
         replies = {}
-        while any(lane.rows or lane.waiting for lane in self.lanes):
+        while len(replies) < len(requests):
             replies.update((id(request), reply) for request, reply in self.step())
         return [replies[id(request)] for request in requests]
 
@@ -1020,13 +1080,14 @@ class Backbone:
         """How many tokens of a prompt need no computing, and keys and values of at least these.
 
         A module's prompt in a roll-out goes on where its last one stopped: the memory only grows.
-        So what is new is the last turn, from the longest common token prefix on.
+        So what is new is the last turn, from the longest common token prefix on. A roll-out's first
+        prompt shares question and analysis with the last one of its group.
         """
         prompt, version = group[0].prompt_ids, self._version(group[0].gate)
         ids, kv = self._head(lane, group[0])
         start = common_prefix([ids, prompt])
-        for request in (request for row in group for request in row.requests):
-            last, last_kv = self._last_prompts.get((request.ask.module, request.flow, version))
+        for name in prompt_names(group, version):
+            last, last_kv = self._last_prompts.get(name)
             if (both := common_prefix([last, prompt])) > start:
                 start, kv = both, last_kv
         # At least one token is left to compute: its hidden state predicts the reply's first.
@@ -1054,7 +1115,7 @@ class Backbone:
     def _prefill_rows(self, lane: Lane, kv, tails, starts, gates) -> torch.Tensor:
         """Run B tails of prompts, right-padded, from `starts` on; fill kv, return hidden (B, D).
 
-        kv: (2, layers, B, W, H_kv, D_head) with W >= start + longest tail. Padding writes keys too,
+        kv: (2, layers, B, H_kv, W, D_head) with W >= start + longest tail. Padding writes keys too,
         right of the row's last token, where nobody looks before they are overwritten.
         """
         B, longest = len(tails), max(len(tail) for tail in tails)
@@ -1070,7 +1131,7 @@ class Backbone:
         for begin in range(0, longest, PREFILL_TOKENS):
             piece = ids[:, begin:begin + PREFILL_TOKENS]  # (B, l)
             positions = start + torch.arange(begin, begin + piece.shape[1], device=self.device)
-            width = min(kv.shape[3], max(starts) + begin + piece.shape[1])
+            width = min(kv.shape[4], max(starts) + begin + piece.shape[1])
             mask = causal_mask(positions, width, lane.dtype)  # (B, 1, l, width)
             context = CachedAttention(kv, rows[:, None], positions, mask)
             hidden = self._hidden(lane, piece, positions, context, gates)  # (B, l, D)
@@ -1082,24 +1143,23 @@ class Backbone:
         starts, heads, groups = zip(*jobs, strict=True)
         prompts = [group[0].prompt_ids for group in groups]
         tails = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+        # Each prompt in the slot of its first row; then the others that start from it get a copy.
+        rows = [row for group in groups for row in group[:1]]
+        rows += [row for group in groups for row in group[1:]]
+        source = [*range(len(groups)), *(i for i, group in enumerate(groups) for _ in group[1:])]
+        free, used = len(lane.rows), len(lane.rows) + len(groups)
         width = max(starts) + max(len(tail) for tail in tails)
-        kv = lane.zeros(len(jobs), width)  # beside the slots: distinct prompts only
-        for i, (start, head) in enumerate(zip(starts, heads, strict=True)):
-            kv[:, :, i, :start] = head[:, :, 0, :start]
-        hidden = self._prefill_rows(lane, kv, tails, starts, [group[0].gate for group in groups])
-        for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
-            own = kv[:, :, i:i + 1, :len(prompt)].clone()  # one copy, whoever asks
-            for row in group:
-                for request in row.requests:
-                    if request.flow is not None:
-                        key = request.ask.module, request.flow, self._version(row.gate)
-                        self._last_prompts.put(key, prompt, own)
-        rows = [row for group in groups for row in group]
-        source = [i for i, group in enumerate(groups) for _ in group]  # row -> its prompt
-        B = len(lane.rows)
         lane.reserve(width)
-        lane.kv[:, :, B:B + len(rows), :width] = kv[:, :, source]
+        kv = lane.kv[:, :, free:used, :, :width]
+        for i, (start, head) in enumerate(zip(starts, heads, strict=True)):
+            kv[:, :, i, :, :start] = head[:, :, 0, :, :start]
+        hidden = self._prefill_rows(lane, kv, tails, starts, [group[0].gate for group in groups])
+        lane.kv[:, :, used:free + len(rows), :, :width] = kv[:, :, source[len(groups):]]
         lane.rows += rows
+        for i, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
+            own = kv[:, :, i:i + 1, :, :len(prompt)].clone()  # one copy, whoever asks
+            for name in prompt_names(group, self._version(group[0].gate)):
+                self._last_prompts.put(name, prompt, own)
         temperatures, draws = self._draws(rows, steps=1)
         ids, logp = choose(lane.lm_head(hidden)[source], temperatures, draws[0])
         ids, logp = ids.tolist(), logp.tolist()
@@ -1162,14 +1222,13 @@ class Backbone:
             return []
         done = [row for row, end in zip(lane.rows, ended, strict=True) if end]
         for row in done:
-            if row.requests[0].temperature == 0:
-                self._greedy.pop(row.same())
+            row.done = True
         B = len(ended) - len(done)
         holes = [i for i in range(B) if ended[i]]
         last = [i for i in range(B, len(ended)) if not ended[i]]
         if holes:
             width = max(len(lane.rows[i].prompt_ids) + len(lane.rows[i].ids) for i in last)
-            lane.kv[:, :, holes, :width] = lane.kv[:, :, last, :width]
+            lane.kv[:, :, holes, :, :width] = lane.kv[:, :, last, :, :width]
         for hole, i in zip(holes, last, strict=True):
             lane.rows[hole] = lane.rows[i]
         del lane.rows[B:]

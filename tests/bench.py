@@ -123,7 +123,8 @@ def peak_memory(run: Callable[[], object], device: str) -> float:
 def measure(name: str, work: Work, options) -> list[dict]:
     """Interleaved runs of all sides -> a row a peer, printed and returned."""
     clock = 1 if options.device == "cuda" else 0
-    times: dict[str, list[tuple[float, float]]] = {side.name: [] for side in work.sides}
+    names = [side.name for side in work.sides]
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(options.runs + 1):  # the first one warms caches and allocators up
         results = []
         for side in work.sides:
@@ -136,32 +137,34 @@ def measure(name: str, work: Work, options) -> list[dict]:
         del results
     memory = {}
     if work.memory:
-        memory = {side.name: memory_of(name, side.name, options) for side in work.sides}
-    ours, *peers = work.sides
+        work.sides.clear()  # their models go first: a child needs the room
+        gc.collect()
+        memory = {side: memory_of(name, side, options) for side in names}
+    ours, *peers = names
     rows = []
     for peer in peers or [ours]:
-        pairs = zip(times[ours.name], times[peer.name], strict=True)
+        pairs = zip(times[ours], times[peer], strict=True)
         ratios = [theirs[clock] / mine[clock] for mine, theirs in pairs]
         middle = {side: [statistics.median(values) for values in zip(*times[side], strict=True)]
-                  for side in (ours.name, peer.name)}
+                  for side in (ours, peer)}
         row = {
             "name": name,
-            "peer_name": peer.name,
-            "ours": work.amount / middle[ours.name][clock],
-            "peer": work.amount / middle[peer.name][clock],
+            "peer_name": peer,
+            "ours": work.amount / middle[ours][clock],
+            "peer": work.amount / middle[peer][clock],
             "unit": work.unit,
             "ratio": statistics.median(ratios),
             "spread": max(ratios) - min(ratios),
-            "memory_ratio": memory[peer.name] / memory[ours.name] if memory else None,
+            "memory_ratio": memory[peer] / memory[ours] if memory else None,
         }
         rows.append(row)
-        print(f"{name} | {peer.name}: {row['ratio']:.2f}x "
+        print(f"{name} | {peer}: {row['ratio']:.2f}x "
               f"({min(ratios):.2f} to {max(ratios):.2f}) | ours {row['ours']:.4g}, "
               f"peer {row['peer']:.4g} {work.unit} | wall, s: ours "
-              f"{middle[ours.name][1]:.2f}, peer {middle[peer.name][1]:.2f}", flush=True)
+              f"{middle[ours][1]:.2f}, peer {middle[peer][1]:.2f}", flush=True)
         if memory:
-            print(f"{' ' * len(name)} | peak memory, GB: ours {memory[ours.name] / 1e9:.3f}, peer "
-                  f"{memory[peer.name] / 1e9:.3f}, {row['memory_ratio']:.2f}x less", flush=True)
+            print(f"{' ' * len(name)} | peak memory, GB: ours {memory[ours] / 1e9:.3f}, peer "
+                  f"{memory[peer] / 1e9:.3f}, {row['memory_ratio']:.2f}x less", flush=True)
     for note in work.notes:
         print(f"{' ' * len(name)} | {note}", flush=True)
     return rows
@@ -299,6 +302,9 @@ class LockStep:
         self.waiting: list[Request] = []
         self.prompt_length = lambda ask: len(prompt_ids(ask))
 
+    def new_phase(self) -> None:
+        """Nothing is kept from one phase to the next."""
+
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
 
@@ -352,7 +358,7 @@ def rollout(options) -> Work:
         [Side("ours", lambda: run(backbone)),
          Side("generate in lock-step", lambda: run(lock_step))],
         "flows/s", 64, check=check,
-        notes=["equal greedy requests in flight are answered once by ours, each by the peer"],
+        notes=["ours answers equal greedy requests of a phase once, the peer each"],
     )  # fmt: skip
 
 
@@ -566,7 +572,7 @@ def scaling(options) -> list[dict]:
     backbone._prompt_ids, backbone._head_ids = lambda _, name: tuple(table[name]), lambda _: ()
     clock = 1 if options.device == "cuda" else 0
 
-    def tokens_a_second(rollouts: int, length: int) -> float:
+    def tokens_a_second(rollouts: int, length: int) -> list[float]:
         table["prompt"] = random_tokens(rng, length, backbone.model.config)
 
         def run():
@@ -574,24 +580,25 @@ def scaling(options) -> list[dict]:
                                for i in range(rollouts)])
 
         run()
-        taken = statistics.median(seconds(run, options.device)[clock] for _ in range(options.runs))
-        return rollouts * 32 / taken
+        return [rollouts * 32 / seconds(run, options.device)[clock] for _ in range(options.runs)]
 
-    def report(title: str, values: dict[str, float], unit: str) -> None:
-        base_name, base = next(iter(values.items()))
-        for name, value in values.items():
+    def report(title: str, runs: dict[str, list[float]], unit: str) -> None:
+        base_name, first = next(iter(runs.items()))
+        base = statistics.median(first)
+        for name, values in runs.items():
+            value, spread = statistics.median(values), (max(values) - min(values)) / base
             print(f"scaling | {title} {name}: {value:.4g} {unit}, "
-                  f"{value / base:.2f} of {base_name}", flush=True)
+                  f"{value / base:.2f} of {base_name} (spread {spread:.2f})", flush=True)
             rows.append({"name": f"scaling {title} {name}", "peer_name": base_name, "ours": value,
-                         "peer": base, "unit": unit, "ratio": value / base, "spread": 0.0,
+                         "peer": base, "unit": unit, "ratio": value / base, "spread": spread,
                          "memory_ratio": None})
 
     report("roll-outs", {f"x{n}": tokens_a_second(8 * n, 256) for n in (1, 2, 4, 8)}, "tokens/s")
     report("prompt", {f"x{n}": tokens_a_second(16, 256 * n) for n in (1, 2, 4)}, "tokens/s")
-    shape_of_kv = backbone.lanes[0].kv.shape  # (2, layers, S, W, H_kv, D_head)
-    cost = backbone.lanes[0].kv.numel() * backbone.lanes[0].kv.element_size()
-    print(f"scaling | keys and values: {cost / shape_of_kv[2] / shape_of_kv[3]:.0f} bytes a token "
-          f"of a slot, {cost / 1e6:.0f} MB for {shape_of_kv[2]} slots of {shape_of_kv[3]}")
+    kv = backbone.lanes[0].kv  # (2, layers, S, H_kv, W, D_head)
+    slots, width = kv.shape[2], kv.shape[4]
+    print(f"scaling | keys and values: {kv.nbytes / slots / width:.0f} bytes a token of a slot, "
+          f"{kv.nbytes / 1e6:.0f} MB for {slots} slots of {width}")
     memory = {}
     for n in (1, 4):
         hidden = torch.randn(1024, 256, device=options.device, requires_grad=True)
@@ -601,7 +608,7 @@ def scaling(options) -> list[dict]:
         def run(hidden=hidden, weight=weight, targets=targets):
             flow_grpo.linear_logprobs(hidden, weight, targets)[0].sum().backward()
 
-        memory[f"x{n}"] = peak_memory(run, options.device) / 1e6
+        memory[f"x{n}"] = [peak_memory(run, options.device) / 1e6 for _ in range(options.runs)]
     report("vocabulary", memory, "MB")
     return rows
 
@@ -614,7 +621,7 @@ def decode_limit(model, lane, B: int, context: int, device: str) -> Callable[[],
               for m in linears}
     source = torch.ones(64 * 2**20, device=device)  # 256 MB: more than any cache holds
     target = torch.empty_like(source)
-    kv_bytes = 2 * lane.layers * B * context * math.prod(lane.kv_shape) * lane.kv.element_size()
+    a_token = 2 * lane.layers * lane.kv_heads * lane.head * lane.kv.element_size()  # bytes of KV
     clock = 1 if device == "cuda" else 0
 
     @torch.inference_mode()
@@ -626,7 +633,7 @@ def decode_limit(model, lane, B: int, context: int, device: str) -> Callable[[],
         product_time = min(seconds(products, device)[clock] for _ in range(5))
         copy_time = min(seconds(lambda: target.copy_(source), device)[clock] for _ in range(3))
         bandwidth = 2 * source.numel() * source.element_size() / copy_time  # read and written
-        return product_time + kv_bytes / bandwidth
+        return product_time + B * context * a_token / bandwidth
 
     products()
     return limit

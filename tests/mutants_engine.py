@@ -19,7 +19,9 @@ right_head = Backbone._head
 right_known_start = Backbone._known_start
 right_retire = Backbone._retire
 right_reply = Backbone._reply
+right_adapter_changed = Backbone.adapter_changed
 right_choose = agentflow.choose
+right_draw = agentflow.draw
 right_uniforms = agentflow.uniforms
 right_row_seed = agentflow.row_seed
 right_trie_init = agentflow.TrieAttention.__init__
@@ -104,12 +106,12 @@ def one_head_for_all(self, lane, row):
     ids, _ = right_head(self, lane, row)
     own = self._version(row.gate)
     first = next(head for (_, version), head in self._heads.items() if version == own)
-    return ids[: first.shape[3]], first
+    return ids[: first.shape[4]], first
 
 
 def head_taken_unchecked(self, lane, group):
     _, kv = right_head(self, lane, group[0])
-    return kv.shape[3], kv
+    return kv.shape[4], kv
 
 
 def last_prompt_taken_unchecked(self, lane, group):
@@ -117,11 +119,21 @@ def last_prompt_taken_unchecked(self, lane, group):
     _, kv = self._last_prompts.get(("executor", group[0].requests[0].flow, group[0].gate))
     if kv is None:
         return right_known_start(self, lane, group)
-    return min(kv.shape[3], len(group[0].prompt_ids) - 1), kv
+    return min(kv.shape[4], len(group[0].prompt_ids) - 1), kv
 
 
 def planners_prompts_kept(self):
     self._heads = {key: head for key, head in self._heads.items() if not key[1]}
+
+
+def planners_replies_kept(self):
+    kept = dict(self._greedy)
+    right_adapter_changed(self)
+    self._greedy.update(kept)
+
+
+def phases_that_know_each_other(self):
+    pass
 
 
 def rows_moved_without_their_keys(self, lane):
@@ -179,6 +191,17 @@ def first_token_at_least_the_draw(logits, temperatures, draws):
     return torch.where(temperatures == 0, ids, drawn.clamp(max=logits.shape[1] - 1)), logp
 
 
+def drawn_in_a_block_as_if_it_were_the_first(probabilities, draws):
+    """The right block; in it, what the blocks before it hold is not taken off the target."""
+    tokens, size = right_draw(probabilities, draws), agentflow.DRAW_BLOCK
+    block = tokens // size
+    padded = F.pad(probabilities, (0, size)).double()
+    places = block[:, None] * size + torch.arange(size)
+    inside = padded.gather(1, places.clamp(max=padded.shape[1] - 1)).cumsum(-1)
+    token, _ = agentflow.first_above(inside, draws[:, None] * padded.sum(-1, keepdim=True))
+    return (block * size + token[:, 0]).clamp(max=probabilities.shape[1] - 1)
+
+
 def one_draw_a_row(seeds, positions):
     return right_uniforms(seeds, positions * 0)
 
@@ -212,6 +235,15 @@ ENGINE_MUTANTS = [
     Mutant("the planner's last prompt outlives an update", "agentflow",
            "Backbone.adapter_changed", planners_prompts_kept,
            HERE + "an_update_forgets_the_planners_last_prompts_and_keeps_the_others"),
+    Mutant("the planner's greedy reply outlives an update", "agentflow",
+           "Backbone.adapter_changed", planners_replies_kept,
+           HERE + "an_update_forgets_the_planners_greedy_replies"),
+    Mutant("replies of the last phase answer this one", "agentflow", "Backbone.new_phase",
+           phases_that_know_each_other,
+           HERE + "a_new_phase_knows_no_prompt_and_no_reply_of_the_last_one"),
+    Mutant("a token drawn in its block by the whole draw", "agentflow", "draw",
+           drawn_in_a_block_as_if_it_were_the_first,
+           HERE + "a_draw_takes_the_first_token_whose_cumulated_probability_is_above_it"),
     Mutant("a greedy planner request answered by the frozen model", "agentflow", "Draft.same",
            same_for_planner_and_frozen,
            HERE + "greedy_requests_with_equal_prompts_but_other_weights_or_limits_stay_apart"),

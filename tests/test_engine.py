@@ -80,7 +80,7 @@ def move_adapter(made, seed):
 
 
 def request(user, module="executor", temperature=0.0, max_tokens=12, key=(0, 0, 0, 0, 0),
-            system="You are a tool.", flow=None):  # fmt: skip
+            system="You are a tool.", flow=()):  # fmt: skip
     return agentflow.Request(Ask(module, system, user), temperature, max_tokens, key, flow)
 
 
@@ -526,15 +526,15 @@ def prefilled_tokens(made):
 
 
 def test_a_prompt_is_prefilled_only_from_where_it_leaves_the_last_one_of_its_flow():
-    """Three turns of one flow; the third's prompt leaves the second's early. Another flow, and
-    another module of this one, share nothing with it."""
+    """Three turns of one flow; the third's prompt leaves the second's early. A flow of another
+    group, and another module of this one, share nothing with it."""
     model = tiny_model()
     made = backbone(model)
     turns = ["ask step 1", "ask step 1 and then step 2", "ask step X and something else"]
-    made.generate([request("ask", flow="other")])  # the head is computed here
+    made.generate([request("ask", flow=(2, 0))])  # the head is computed here
     lengths, last = prefilled_tokens(made), ()
     for user in turns:
-        [reply] = made.generate([request(user, temperature=1.0, flow="one")])
+        [reply] = made.generate([request(user, temperature=1.0, flow=(1, 0))])
         head = made._head_ids("You are a tool.")
         prompt = tuple(reply.prompt_ids)
         known = max(agentflow.common_prefix([prompt, old]) for old in (head, last))
@@ -543,20 +543,56 @@ def test_a_prompt_is_prefilled_only_from_where_it_leaves_the_last_one_of_its_flo
         assert (torch.tensor(reply.logp) - oracle).abs().max() < 1e-5
         last = prompt
         lengths.clear()
-    for flow, module in (("other", "executor"), ("one", "verifier")):
+    for flow, module in (((2, 0), "executor"), ((1, 0), "verifier")):
         made.generate([request(turns[2], module, flow=flow)])
     assert min(lengths) > len("step X and something else")
+
+
+def test_a_roll_outs_first_prompt_goes_on_from_the_last_one_of_its_group():
+    """Question and analysis are the group's: the second roll-out computes its own memory alone."""
+    model = tiny_model()
+    made = backbone(model)
+    [first] = made.generate([request("ask step 1 and step 2", flow=(0, 7, 0))])
+    lengths = prefilled_tokens(made)
+    starts = {7: first.prompt_ids, 8: list(made._head_ids("You are a tool."))}
+    for group, start in starts.items():
+        [reply] = made.generate(
+            [request("ask step 1 and step 3", temperature=1.0, flow=(0, group, 1))]
+        )
+        known = agentflow.common_prefix([reply.prompt_ids, start])
+        assert lengths == [len(reply.prompt_ids) - known]
+        oracle = hf_logp(model, reply.prompt_ids, reply.response_ids)
+        assert (torch.tensor(reply.logp) - oracle).abs().max() < 1e-5
+        lengths.clear()
+
+
+def test_a_new_phase_knows_no_prompt_and_no_reply_of_the_last_one():
+    made = backbone()
+    asked = request("q", flow=(0, 0))
+    for _ in range(2):
+        made.submit(asked)
+        while not (answers := made.step()):
+            pass
+    lengths = prefilled_tokens(made)
+    made.submit(asked)
+    assert made.step() == answers and not lengths, "a greedy reply of this phase is known"
+    made.new_phase()
+    made.submit(asked)
+    while not (again := made.step()):
+        pass
+    assert again == answers and len(lengths) == 1 and lengths[0] > 1
 
 
 def test_an_update_forgets_the_planners_last_prompts_and_keeps_the_others():
     model = tiny_model()
     made = backbone(model, adapter=True)
     users = {"planner": "ask step 1", "executor": "ask step 1"}
-    made.generate([request(user, module, 1.0, flow="one") for module, user in users.items()])
-    kept = made._last_prompts.get(("executor", "one", 0))[1]
+    flow = (0, 1)
+    made.generate([request(user, module, 1.0, flow=flow) for module, user in users.items()])
+    kept = made._last_prompts.get(("executor", flow, 0))[1]
     move_adapter(made, seed=5)
-    assert made._last_prompts.get(("executor", "one", 0))[1] is kept is not None
-    [reply] = made.generate([request("ask step 1 and step 2", "planner", 1.0, flow="one")])
+    assert made._last_prompts.get(("executor", flow, 0))[1] is kept is not None
+    [reply] = made.generate([request("ask step 1 and step 2", "planner", 1.0, flow=flow)])
     oracle = hf_logp(merged(model, made), reply.prompt_ids, reply.response_ids)
     assert (torch.tensor(reply.logp) - oracle).abs().max() < 1e-5, "old keys and values"
 
@@ -606,15 +642,36 @@ def test_equal_prompts_are_prefilled_once_and_sample_apart():
 
 
 def test_equal_greedy_requests_are_decoded_once_and_all_answered():
+    """Three at once, one while these are written, one after: one row, five equal replies."""
     made = backbone()
-    requests = [request("q") for _ in range(5)]
-    for asked in requests:
-        made.submit(asked)
-    assert len(made.lanes[0].waiting) == 1
-    replies = made.generate([request("q")])
-    done = backbone().generate([request("q")])
-    assert replies[0] == done[0]
-    assert not made._greedy
+    lengths = prefilled_tokens(made)
+    for _ in range(3):
+        made.submit(request("q"))
+    answers = made.step()
+    assert not answers and len(made.lanes[0].rows) == 1
+    made.submit(request("q"))
+    while not answers:
+        answers = made.step()
+    made.submit(request("q"))
+    answers += made.step()
+    assert len(lengths) == 2 and not made.lanes[0].rows  # the head, then the one prompt
+    [alone] = backbone().generate([request("q")])
+    assert [reply for _, reply in answers] == [alone] * 5
+    answers[0][1].response_ids.clear()
+    assert answers[1][1].response_ids == alone.response_ids, "replies share nothing"
+
+
+def test_an_update_forgets_the_planners_greedy_replies():
+    model = tiny_model()
+    made = backbone(model, adapter=True)
+    for seed in (1, 5):
+        move_adapter(made, seed)
+        made.submit(request("q", "planner"))
+        while not (answers := made.step()):
+            pass
+        reply = answers[0][1]
+        oracle = hf_logp(merged(model, made), reply.prompt_ids, reply.response_ids)
+        assert (torch.tensor(reply.logp) - oracle).abs().max() < 1e-5
 
 
 def test_greedy_requests_with_equal_prompts_but_other_weights_or_limits_stay_apart():
@@ -665,6 +722,21 @@ def test_sampling_frequencies_are_the_exact_probabilities():
     assert counts[5] == 0
     assert ((counts[:5] - expected) ** 2 / expected).sum() < 18.5
     assert torch.allclose(logp, exact[ids].log(), atol=1e-6)
+
+
+def test_a_draw_takes_the_first_token_whose_cumulated_probability_is_above_it():
+    """Against one cumulated sum over all tokens, in double precision; half of them impossible."""
+    for V in (100, 256, 257, 5_000):
+        torch.manual_seed(V)
+        logits = torch.randn(400, V) * 3
+        logits[torch.rand(400, V) < 0.5] = -math.inf
+        draws = torch.rand(400, dtype=torch.float64)
+        ids, _ = agentflow.choose(logits, torch.ones(400), draws)
+        exact = logits.double().softmax(-1)
+        above = exact.cumsum(-1).gather(1, ids[:, None])[:, 0]
+        own = exact.gather(1, ids[:, None])[:, 0]
+        assert (own > 0).all()  # and as far as fp32's rounding goes:
+        assert (above > draws - 1e-6).all() and (above - own < draws + 1e-6).all()
 
 
 def test_a_token_of_probability_zero_is_never_drawn_even_at_the_ends():
