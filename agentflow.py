@@ -1385,6 +1385,8 @@ def parse_flags(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    # A mistake is answered with one sentence, not with thirty lines of usage before it.
+    parser.error = lambda message: parser.exit(2, f"error: {message}\n")
     texts, groups = field_comments(config_class)
     types = typing.get_type_hints(config_class)
     fields = dataclasses.fields(config_class)
@@ -1480,11 +1482,15 @@ def run_command(main: Callable[[], int]) -> int:
         return 141
 
 
-def tools_from_flags(tools: str, offline: bool | None, *parts: str) -> list[Tool]:
-    """--tools and --offline as tools. Offline by default where a part of the run is "builtin": the
-    built-in backbone has never seen a web page, and the library answers the built-in questions."""
-    names = None if tools == "all" else tools.split(",")
-    return make_tools(names, offline="builtin" in parts if offline is None else offline)
+def is_offline(offline: bool | None, *parts: str) -> bool:
+    """--offline, by default on where a part of the run is "builtin": the built-in backbone has
+    never seen a web page, and the library answers the built-in questions."""
+    return "builtin" in parts if offline is None else offline
+
+
+def tools_from_flags(tools: str, offline: bool) -> list[Tool]:
+    """--tools and --offline as tools."""
+    return make_tools(None if tools == "all" else tools.split(","), offline=offline)
 
 
 @dataclass
@@ -1524,7 +1530,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_ranges(config)
         if not config.question.strip():
             raise ValueError("The question is empty.")
-        tools = tools_from_flags(config.tools, config.offline, config.model)
+        tools = tools_from_flags(config.tools, is_offline(config.offline, config.model))
         backbone = load_backbone(config.model, config.device, **adapter_settings(config.adapter))
         if config.adapter:
             backbone.load_adapter(config.adapter)

@@ -335,8 +335,9 @@ def records(text: str, path: Path) -> list[tuple[int, object]]:
         if content.strip():
             try:
                 found.append((line, json.loads(content)))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {line}: this is not JSON: {error}.") from error
+            except json.JSONDecodeError as error:
+                where = f"{path}, line {line}, column {error.colno}"
+                raise ValueError(f"{where}: this is not JSON: {error.msg}.") from error
     return found
 
 
@@ -389,6 +390,12 @@ def split_questions(questions: list[Question]) -> tuple[list[Question], list[Que
     ]
     train = [question for question, out in zip(questions, held_out, strict=True) if not out]
     return train, [question for question, out in zip(questions, held_out, strict=True) if out]
+
+
+def evenly_spread(questions: list[Question], count: int) -> list[Question]:
+    """`count` of them, every so many-th, so that a sorted file gives some of each kind; 0: all."""
+    count = min(count or len(questions), len(questions))
+    return [questions[i * len(questions) // count] for i in range(count)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -463,7 +470,8 @@ def summarise(items: list[dict]) -> dict:
 def table(columns: dict[str, dict]) -> str:
     """Evaluations beside each other, as text: heading -> what evaluate returned."""
     names = sorted({name for result in columns.values() for name in result["tools"]})
-    kinds = sorted({kind for result in columns.values() for kind in result["kinds"]})
+    asked = [item["kind"] for item in next(iter(columns.values()))["items"]]
+    kinds = sorted(set(asked))
     rows: list[tuple[str, list[str]]] = []
 
     def percent(label: str, pick) -> None:
@@ -472,7 +480,8 @@ def table(columns: dict[str, dict]) -> str:
     percent("accuracy", lambda result: result["accuracy"])
     if len(kinds) > 1:
         for kind in kinds:
-            percent(f"  {kind}", lambda result, kind=kind: result["kinds"].get(kind, 0.0))
+            label = f"  {kind} ({asked.count(kind)})"
+            percent(label, lambda result, kind=kind: result["kinds"].get(kind, 0.0))
     percent("tool errors (of calls)", lambda result: result["tool_errors"])
     rows.append(("mean turns", [f"{result['turns']:.2f}" for result in columns.values()]))
     for name in names:
@@ -504,7 +513,7 @@ class EvalConfig:
     max_completion_length: int = 96  # tokens of one planner reply
     max_frozen_length: int = 96  # tokens of one reply of a frozen module
     max_prompt_length: int = 1500  # tokens; a longer prompt loses the middle of old results
-    eval_questions: int = 0  # measure on the first so many questions; 0: on all
+    eval_questions: int = 0  # measure on so many questions, evenly spread over all; 0: on all
     lora_r: int = 16  # rank of the adapter
     lora_alpha: int = 32  # the adapter's output is scaled by alpha / r
     seed: int = 0  # of the sampling
@@ -568,14 +577,13 @@ def main(arguments: list[str] | None = None) -> int:
             open(config.json, "a", encoding="utf-8").close()  # better refused now than at the end
         of_run = same_file(config.data, defaults.get("data"))
         questions = held_out_questions(config.data, of_run and bool(defaults["held_out_of"]))
-        measured = questions[: defaults.get("eval_questions") or None]
+        measured = evenly_spread(questions, defaults.get("eval_questions", 0))
         if of_run and defaults["eval_hash"] not in ("", data_hash(measured)):
             print("note: the run measured itself on other questions; the file has changed since.",
                   file=sys.stderr)
-        questions = questions[: config.eval_questions or None]
-        tools = agentflow.tools_from_flags(
-            config.tools, config.offline, config.model, config.data
-        )
+        questions = evenly_spread(questions, config.eval_questions)
+        offline = agentflow.is_offline(config.offline, config.model, config.data)
+        tools = agentflow.tools_from_flags(config.tools, offline)
         backbone = agentflow.load_backbone(
             config.model, config.device, lora_r=config.lora_r, lora_alpha=config.lora_alpha
         )

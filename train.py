@@ -72,7 +72,7 @@ class Config:
     seed: int = 0  # of questions, sampling and the adapter's start
     output_dir: str = ""  # default: runs/<date-time>
     save_steps: int = 20  # a checkpoint every so many steps
-    eval_questions: int = 0  # held-out questions to measure on; 0: all of them
+    eval_questions: int = 0  # measure on so many held-out questions, evenly spread; 0: on all
     eval_steps: int = 0  # held-out accuracy every so many steps; 0: only before and after
     eval_temperature: float = 0.7  # of the planner when it is measured (the paper's test setting)
     log_rollouts: int = 0  # roll-outs written a step; 0: all of them
@@ -254,7 +254,7 @@ def update(
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         if not torch.isfinite(norm):
             raise FloatingPointError(
-                f"The gradient is {norm.item()}: the step is not taken. Start again with a lower "
+                f"The gradient is {norm.item()}: it is not applied. Start again with a lower "
                 "--learning_rate; the last lines of metrics.jsonl show whether kl or the sampler's "
                 "gap jumped."
             )
@@ -762,23 +762,12 @@ def measure(backbone, held_out, tools, config: Config, title: str) -> dict:
     )
 
 
-def train(config: Config, run: Run, questions, held_out, tools, backbone) -> dict:
-    """The whole run; returns summary.json's content. On Ctrl-C everything done so far is saved."""
-    started = time.perf_counter()
-    # lr 0 in AdamW also switches weight decay off, which is scaled by it
-    optimizer = torch.optim.AdamW(
-        backbone.trainable_parameters(),
-        lr=config.learning_rate,
-        betas=(0.9, 0.999),
-        weight_decay=WEIGHT_DECAY,
-        foreach=True,
-    )
-    done = run.load_last(backbone, optimizer) if config.resume else 0
-    before = run.read_evaluation("eval_before")
-    if before is None or done == 0:
-        before = measure(backbone, held_out, tools, config, "held out, before")
-        run.write_evaluation("eval_before", before)
-    print(f"held-out accuracy before: {before['accuracy']:.3f}", flush=True)
+def take_steps(run: Run, done: int, questions, held_out, tools, backbone, optimizer) -> int:
+    """Steps done + 1 to the last one: each logged, some measured and saved. Returns the last one.
+
+    On Ctrl-C, or whatever else ends it early, every finished step is saved before it is raised on.
+    """
+    config = run.config
     interrupt, step = InterruptLater(), done
     try:
         for step in range(done + 1, config.max_steps + 1):
@@ -808,6 +797,30 @@ def train(config: Config, run: Run, questions, held_out, tools, backbone) -> dic
         run.save(done, backbone, optimizer)
         interrupt.drop()
         raise
+    return done
+
+
+def train(config: Config, run: Run, questions, held_out, tools, backbone) -> dict:
+    """The whole run; returns summary.json's content. On Ctrl-C everything done so far is saved."""
+    started = time.perf_counter()
+    # lr 0 in AdamW also switches weight decay off, which is scaled by it
+    optimizer = torch.optim.AdamW(
+        backbone.trainable_parameters(),
+        lr=config.learning_rate,
+        betas=(0.9, 0.999),
+        weight_decay=WEIGHT_DECAY,
+        foreach=True,
+    )
+    done = run.load_last(backbone, optimizer) if config.resume else 0
+    if config.resume:
+        left = max(0, config.max_steps - done)
+        print(f"resumed after step {done}; {left} steps to go", flush=True)
+    before = run.read_evaluation("eval_before")
+    if before is None or done == 0:
+        before = measure(backbone, held_out, tools, config, "held out, before")
+        run.write_evaluation("eval_before", before)
+    print(f"held-out accuracy before: {before['accuracy']:.3f}", flush=True)
+    done = take_steps(run, done, questions, held_out, tools, backbone, optimizer)
     after = measure(backbone, held_out, tools, config, "held out, after")
     run.write_evaluation("eval_after", after)
     summary = {
@@ -858,13 +871,13 @@ def prepare(config: Config):
         held_out = evaluation.held_out_questions(config.eval_data or "builtin", split=False)
     else:
         questions, held_out = evaluation.split_questions(questions)
-    held_out = held_out[: config.eval_questions or None]
+    held_out = evaluation.evenly_spread(held_out, config.eval_questions)
     if not questions or not held_out:
         raise ValueError(
             f"--data {config.data} leaves {len(questions)} questions to train on and "
             f"{len(held_out)} held out; both need some. Give more, or name --eval_data."
         )
-    tools = agentflow.tools_from_flags(config.tools, config.offline, config.model, config.data)
+    tools = agentflow.tools_from_flags(config.tools, config.offline)
     backbone = agentflow.load_backbone(
         config.model,
         config.device,
@@ -892,6 +905,8 @@ def check_prompt_room(config: Config, backbone, tools, questions) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     config = agentflow.parse_flags(Config, arguments, __doc__)
+    offline = agentflow.is_offline(config.offline, config.model, config.data)
+    config = dataclasses.replace(config, offline=offline)
     try:
         questions, held_out, tools, backbone = prepare(config)
         run = Run(config, questions, held_out)

@@ -84,7 +84,6 @@ class Work:
     sides: list[Side]
     unit: str  # of the figures: what `amount` counts, a second
     amount: float = 1.0
-    memory: bool = False
     check: Callable[[list], None] = lambda results: None  # raises where the sides disagree
     notes: list[str] = field(default_factory=list)
 
@@ -120,8 +119,8 @@ def peak_memory(run: Callable[[], object], device: str) -> float:
     return status("VmHWM") - before
 
 
-def measure(name: str, work: Work, options) -> list[dict]:
-    """Interleaved runs of all sides -> a row a peer, printed and returned."""
+def measure(name: str, work: Work, memory: list[float], options) -> list[dict]:
+    """Interleaved runs of all sides -> a row a peer, printed and returned. memory: of each side."""
     clock = 1 if options.device == "cuda" else 0
     names = [side.name for side in work.sides]
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -135,14 +134,9 @@ def measure(name: str, work: Work, options) -> list[dict]:
         if not turn:
             work.check(results)
         del results
-    memory = {}
-    if work.memory:
-        work.sides.clear()  # their models go first: a child needs the room
-        gc.collect()
-        memory = {side: memory_of(name, side, options) for side in names}
     ours, *peers = names
     rows = []
-    for peer in peers or [ours]:
+    for number, peer in enumerate(peers, start=1):
         pairs = zip(times[ours], times[peer], strict=True)
         ratios = [theirs[clock] / mine[clock] for mine, theirs in pairs]
         middle = {side: [statistics.median(values) for values in zip(*times[side], strict=True)]
@@ -155,7 +149,7 @@ def measure(name: str, work: Work, options) -> list[dict]:
             "unit": work.unit,
             "ratio": statistics.median(ratios),
             "spread": max(ratios) - min(ratios),
-            "memory_ratio": memory[peer] / memory[ours] if memory else None,
+            "memory_ratio": memory[number] / memory[0] if memory else None,
         }
         rows.append(row)
         print(f"{name} | {peer}: {row['ratio']:.2f}x "
@@ -163,20 +157,21 @@ def measure(name: str, work: Work, options) -> list[dict]:
               f"peer {row['peer']:.4g} {work.unit} | wall, s: ours "
               f"{middle[ours][1]:.2f}, peer {middle[peer][1]:.2f}", flush=True)
         if memory:
-            print(f"{' ' * len(name)} | peak memory, GB: ours {memory[ours] / 1e9:.3f}, peer "
-                  f"{memory[peer] / 1e9:.3f}, {row['memory_ratio']:.2f}x less", flush=True)
+            print(f"{' ' * len(name)} | peak memory, GB: ours {memory[0] / 1e9:.3f}, peer "
+                  f"{memory[number] / 1e9:.3f}, {row['memory_ratio']:.2f}x less", flush=True)
     for note in work.notes:
         print(f"{' ' * len(name)} | {note}", flush=True)
     return rows
 
 
-def memory_of(name: str, side: str, options) -> float:
+def memory_of(name: str, side: int, options) -> float:
     """The peak of one side, measured in a process of its own."""
-    command = [sys.executable, __file__, name, "--side", side, "--device", options.device,
+    command = [sys.executable, __file__, name, "--side", str(side), "--device", options.device,
                "--threads", str(options.threads), "--model", options.model]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{name}, side {side}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{name}, side {side} ended with {done.returncode} (-9: too little "
+                           f"memory here): {done.stderr[-2000:]}")
     return float(done.stdout.splitlines()[-1])
 
 
@@ -415,7 +410,7 @@ def update_work(options, prompts, responses, with_trl: bool) -> Work:
     sides = [Side("ours", ours), Side("padded rows", padded)]
     if with_trl:
         sides.append(Side("TRL's loss", trl_loss(theirs, options, ids, mask, L, norm)))
-    return Work(sides, "updates/s", memory=True, check=check)
+    return Work(sides, "updates/s", check=check)
 
 
 def trl_trainer(model, options, words: list[str], new_tokens: int):
@@ -508,7 +503,7 @@ def step(options) -> Work:
             trainer.train()
 
     sides = [Side("ours", ours), Side("TRL GRPOTrainer", peer)]
-    return Work(sides, "steps/s", memory=True)
+    return Work(sides, "steps/s")
 
 
 def loss_memory(options) -> Work:
@@ -531,10 +526,10 @@ def loss_memory(options) -> Work:
             torch.full((G,), 1 / M, device=logp.device), torch.ones(G, M // G, device=logp.device),
             beta=0.0,
         )  # fmt: skip
-        loss.backward()
-        return gradient()
+        return logp.detach(), gradient(loss)
 
-    def gradient():
+    def gradient(loss):
+        loss.backward()
         value, hidden.grad = hidden.grad, None
         return value
 
@@ -549,16 +544,16 @@ def loss_memory(options) -> Work:
         rows = (G, M // G)
         loss, *_ = liger(hidden.view(*rows, D), weight, targets.view(rows),
                          torch.ones(rows, device=hidden.device), advantages)
-        loss.backward()
-        return gradient()
+        return None, gradient(loss)  # of the values it gives away their loss alone, 0 here
 
     def check(results):
-        mine, *others = results
-        for other in others:
+        (my_logp, mine), *others = results
+        for logp, other in others:
+            assert logp is None or (my_logp - logp).abs().max() < 1e-4, "log-probs differ"
             assert (mine - other).abs().max() < 1e-4 * other.abs().max(), "gradients differ"
 
     sides = [Side("ours", ours), Side("log_softmax", plain), Side("Liger's fused loss", fused)]
-    return Work(sides, "losses/s", memory=True, check=check)
+    return Work(sides, "losses/s", check=check)
 
 
 # --- How it scales, and how far from the limit ---------------------------------------------------
@@ -678,6 +673,8 @@ BENCHES = {
     for bench in (generate_shared, generate_ragged, generate_distinct, rollout, update,
                   update_turns, step, loss_memory, scaling, roofline)
 }  # fmt: skip
+# The sides of those whose memory is measured too: before this process holds any model itself.
+MEMORY_SIDES = {"update": 3, "update_turns": 2, "step": 2, "loss_memory": 3}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -691,22 +688,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU [1]")
     parser.add_argument("--runs", type=int, default=3, help="of each side, after a first one [3]")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
-    parser.add_argument("--side", help=argparse.SUPPRESS)  # one side's memory, in a child
+    parser.add_argument("--side", type=int, help=argparse.SUPPRESS)  # its memory, in a child
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
     warnings.simplefilter("ignore")  # the peers' about their own next versions
-    if options.side:
-        work = BENCHES[options.name](options)
-        side = next(side for side in work.sides if side.name == options.side)
+    if options.side is not None:
+        side = BENCHES[options.name](options).sides[options.side]
         print(peak_memory(side.run, options.device))
         return 0
     print(f"{options.device}, {options.threads} threads, torch {torch.__version__}, transformers "
           f"{transformers.__version__}; {options.runs} interleaved runs of each", flush=True)
     rows = []
     for name in BENCHES if options.name == "all" else [options.name]:
+        memory = [memory_of(name, i, options) for i in range(MEMORY_SIDES.get(name, 0))]
         made = BENCHES[name](options)
-        rows += made if isinstance(made, list) else measure(name, made, options)
+        rows += made if isinstance(made, list) else measure(name, made, memory, options)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0

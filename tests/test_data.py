@@ -177,6 +177,9 @@ class Scripted:
     def __init__(self, real, plans):
         self.real, self.plans, self.said = real, plans, []
 
+    def new_phase(self):
+        self.real.new_phase()
+
     def submit(self, request):
         if request.ask.module == "planner":
             self.said.append((request, Reply(self.plans(request.ask), [0], [0], [0.0], True)))
