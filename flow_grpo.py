@@ -27,11 +27,11 @@ import torch
 
 # A group whose spread is below this part of its size is flat: float32 carries about 7 digits.
 FLOAT_NOISE = 1e-6
-# What the fp32 logits of one chunk of tokens may take (8 times that on an accelerator, whose
-# matmuls want more rows). A few buffers of this size live at once, whatever the vocabulary.
-LOGITS_BYTES = 1 << 26
-# What an fp32 copy of a part of a bf16 head may take.
-HEAD_BYTES = 1 << 26
+# What the fp32 logits of a chunk of tokens over a part of the vocabulary may take, and that part of
+# the head in fp32: as much as stays in a CPU's cache, and 8 times that on an accelerator, whose
+# matmuls want more rows. A few buffers of this size live at once, whatever M and V are.
+LOGITS_BYTES = 1 << 23
+HEAD_BYTES = 1 << 24
 
 
 # ------------------------------------------------------------------- Eq. 7: the advantage
@@ -224,7 +224,7 @@ def kl_k3(logp: torch.Tensor, logp_ref: torch.Tensor) -> torch.Tensor:
     return torch.expm1(difference) - difference  # expm1 keeps its digits where d is about 0
 
 
-# ------------------------------------------- log-probs in chunks of tokens: memory flat in V
+# --------------------------------- log-probs in chunks of tokens and vocabulary: memory flat in V
 
 
 def tempered(logits: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
@@ -243,22 +243,26 @@ def tempered(logits: torch.Tensor, temperature: float | torch.Tensor) -> torch.T
 
 
 def head_slices(weight: torch.Tensor):
-    """The head (V, D) as pairs (slice of V, that part in fp32).
+    """The head (V, D) as pairs (slice of V, that part in fp32), each of HEAD_BYTES at most.
 
-    One piece, and no copy, where it is fp32 already. A bf16 head is converted a part at a time: the
-    whole of Qwen2.5-7B's would take 2.2 GB.
+    Of an fp32 head a part is no copy. The whole of Qwen2.5-7B's in fp32 would take 2.2 GB.
     """
     V, D = weight.shape
-    rows = V if weight.dtype == torch.float32 else max(1, HEAD_BYTES // (4 * D))
+    rows = max(1, budget(HEAD_BYTES, weight.device) // (4 * D))
     for start in range(0, V, rows):
-        part = slice(start, start + rows)
+        part = slice(start, min(V, start + rows))
         yield part, weight[part].float()  # (rows, D)
+
+
+def budget(size: int, device: torch.device) -> int:
+    """Bytes of a buffer of nominal `size` on this device."""
+    return size if device.type == "cpu" else 8 * size
 
 
 def head_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """(m, D), (V, D) -> (m, V): logits multiplied and summed in fp32, whatever the inputs are.
 
-    For sampling too: logits rounded to bf16 are off by up to 0.06 at a value of 20.
+    For sampling: logits rounded to bf16 are off by up to 0.06 at a value of 20.
     """
     hidden = hidden.float()  # (m, D)
     if weight.dtype == torch.float32:
@@ -273,9 +277,10 @@ class LinearLogprobs(torch.autograd.Function):
     """The operator behind linear_logprobs.
 
     Autograd would keep (M, V) numbers for backward: 11 GB for 18,000 tokens of Qwen2.5-7B, and as
-    much again for their gradient. Here forward works through chunks of tokens and keeps one number
-    a token, the log-normaliser; backward makes a chunk's logits a second time. One more matmul of
-    the head, in exchange for memory that does not grow with M * V.
+    much again for their gradient. Here forward goes through chunks of tokens and, for each, through
+    parts of the vocabulary, and keeps one number a token, the log-normaliser; backward makes the
+    logits a second time, part by part. One more matmul of the head, in exchange for memory that
+    grows neither with V nor with M * V, and for blocks that stay in a CPU's cache.
     """
 
     @staticmethod
@@ -286,11 +291,24 @@ class LinearLogprobs(torch.autograd.Function):
         )  # (M,) each
         for start in range(0, M, chunk):
             part = slice(start, start + chunk)
-            logits = tempered(head_logits(hidden[part], weight), temperature)  # (m, V)
-            normaliser[part] = logits.logsumexp(dim=-1)  # (m,) log of the softmax's denominator
-            logits -= normaliser[part, None]  # (m, V) these are log-probs now
-            logp[part] = logits.gather(1, targets[part, None]).squeeze(1)  # (m,)
-            entropy[part] = -logits.exp().mul_(logits).sum(dim=-1)  # (m,) -sum p log p
+            state = hidden[part].float()  # (m, D)
+            # A softmax that is read once: when a later part of the vocabulary holds a larger
+            # logit, what was summed so far shrinks by e to the difference.
+            top = state.new_full((len(state),), -torch.inf)  # (m,) the largest logit so far
+            total, weighted = torch.zeros_like(top), torch.zeros_like(top)  # (m,) of e^l, of e^l l
+            for v, head in head_slices(weight):
+                logits = tempered(state @ head.T, temperature)  # (m, v)
+                higher = torch.maximum(top, logits.amax(dim=-1))  # (m,)
+                shrink = (top - higher).exp()  # (m,) 0 at the first part
+                mass = (logits - higher[:, None]).exp_()  # (m, v)
+                total = total * shrink + mass.sum(dim=-1)  # (m,)
+                weighted = weighted * shrink + mass.mul_(logits).sum(dim=-1)  # (m,)
+                top = higher
+                column, here = column_of(targets[part], v)  # (m, 1), (m,)
+                logp[part] = torch.where(here, logits.gather(1, column)[:, 0], logp[part])
+            normaliser[part] = top + total.log()  # (m,) log of the softmax's denominator
+            logp[part] -= normaliser[part]  # (m,)
+            entropy[part] = normaliser[part] - weighted / total  # (m,) -sum p log p
         ctx.save_for_backward(hidden, weight, targets, normaliser)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropy)  # measured, never trained
@@ -301,25 +319,37 @@ class LinearLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logp, _grad_entropy):
         hidden, weight, targets, normaliser = ctx.saved_tensors
         to_hidden, to_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if to_hidden else None  # (M, D)
-        # fp32 whatever the head is: many small chunks summed in bf16 would be rounded away.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if to_weight else None  # (V, D)
+        # fp32 whatever the head is: many small parts summed in bf16 would be rounded away.
+        grad_hidden, grad_weight = (
+            torch.zeros_like(x, dtype=torch.float32) if wanted else None
+            for x, wanted in ((hidden, to_hidden), (weight, to_weight))
+        )  # (M, D), (V, D)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            target = targets[part, None]  # (m, 1)
-            logits = tempered(head_logits(hidden[part], weight), ctx.temperature)  # (m, V) again
-            # d logp / d logits = one-hot(target) - softmax (what the normaliser contributes)
-            slope = logits.sub_(normaliser[part, None]).exp_().neg_()  # (m, V)
-            slope.scatter_add_(1, target, torch.ones_like(target, dtype=slope.dtype))
-            slope *= grad_logp[part, None].float()  # (m, V) chain rule
-            slope = tempered(slope, ctx.temperature)  # division is linear: its gradient is itself
-            if to_hidden:
-                grad_hidden[part] = sum(slope[:, v] @ head for v, head in head_slices(weight))
-            if to_weight:
-                grad_weight.addmm_(slope.T, hidden[part].float())
+            state = hidden[part].float()  # (m, D)
+            # Chain rule through the division by the temperature, which is linear.
+            outer = tempered(grad_logp[part, None], ctx.temperature)  # (m, 1)
+            for v, head in head_slices(weight):
+                logits = tempered(state @ head.T, ctx.temperature)  # (m, v) again
+                # d logp / d logits = one-hot(target) - softmax (what the normaliser contributes)
+                slope = logits.sub_(normaliser[part, None]).exp_().mul_(-outer)  # (m, v)
+                column, here = column_of(targets[part], v)  # (m, 1), (m,)
+                slope.scatter_add_(1, column, outer * here[:, None])
+                if to_hidden:
+                    grad_hidden[part].addmm_(slope, head)
+                if to_weight:
+                    grad_weight[v].addmm_(slope.T, state)
+        if to_hidden:
+            grad_hidden = grad_hidden.to(hidden.dtype)
         if to_weight:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None
+
+
+def column_of(targets: torch.Tensor, v: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """(m,) ids -> (their column (m, 1) in this part of the vocabulary, are they in it (m,)?)."""
+    here = (targets >= v.start) & (targets < v.stop)
+    return (targets - v.start).clamp(0, v.stop - v.start - 1)[:, None], here
 
 
 def linear_logprobs(
@@ -337,15 +367,16 @@ def linear_logprobs(
     weight: the LM head, fp32 or bf16. The log-probs carry gradient to `hidden`, and to `weight`,
     each only where it requires it; the entropies (of the same tempered distribution) carry none.
     chunk: tokens at a time; None takes as many as fit LOGITS_BYTES. It changes memory, not results.
-    Raises AssertionError for shapes that do not fit, and torch's own error for a target outside V.
+    Raises AssertionError for shapes that do not fit, or a target outside V.
     """
     assert hidden.dim() == weight.dim() == 2 and hidden.shape[1] == weight.shape[1], (
         f"hidden is (M, D) and weight (V, D): got {tuple(hidden.shape)}, {tuple(weight.shape)}"
     )
     assert targets.shape == hidden.shape[:1], "one target a hidden state: (M,)"
+    assert not ((targets < 0) | (targets >= len(weight))).any(), "a target is an id below V"
     if chunk is None:
-        budget = LOGITS_BYTES if hidden.device.type == "cpu" else 8 * LOGITS_BYTES
-        chunk = max(1, budget // (4 * len(weight)))  # 4 bytes a logit
+        widest = next(head_slices(weight.detach()))[1].shape[0]
+        chunk = max(1, budget(LOGITS_BYTES, hidden.device) // (4 * widest))  # 4 bytes a logit
     assert chunk >= 1, "a chunk holds at least one token"
     return LinearLogprobs.apply(hidden, weight, targets.long(), temperature, chunk)
 

@@ -360,11 +360,12 @@ def rollout(options) -> Work:
 # --- The update ----------------------------------------------------------------------------------
 
 
-def policy_gradient(logp: torch.Tensor, rows: int) -> None:
-    """Backward through the loss of a step without KL term; logp: rows of equal length, (M,)."""
-    logp = logp.view(rows, -1)  # (N, L)
-    advantages = torch.linspace(-1, 1, rows, device=logp.device)  # (N,)
-    weights = torch.full((rows,), 1 / logp.numel(), device=logp.device)  # (N,)
+def policy_gradient(logp: torch.Tensor, first: int, rows: int) -> None:
+    """Backward through the loss of a step of `rows` rows, without KL term; logp (n, L): of some of
+    them, from number `first` on."""
+    n, L = logp.shape
+    advantages = torch.linspace(-1, 1, rows, device=logp.device)[first:first + n]  # (n,)
+    weights = torch.full((n,), 1 / (rows * L), device=logp.device)  # (n,)
     loss, _ = flow_grpo.flow_grpo_loss(
         logp, logp.detach(), None, advantages, weights, torch.ones_like(logp), beta=0.0
     )
@@ -372,7 +373,7 @@ def policy_gradient(logp: torch.Tensor, rows: int) -> None:
 
 
 def update_work(options, prompts, responses, with_trl: bool) -> Work:
-    """Forward and backward of planner rows: ours packed, the peers padded."""
+    """Forward and backward of planner rows: ours packed, the peers padded, G rows at a time."""
     backbone, theirs = models(options)
     backbone.model.requires_grad_(True)
     N, L = len(prompts), len(responses[0])
@@ -390,18 +391,27 @@ def update_work(options, prompts, responses, with_trl: bool) -> Work:
         model.zero_grad(set_to_none=True)
         return value
 
+    computed, inner = [], backbone._hidden
+    backbone._hidden = lambda lane, ids, *rest: (
+        computed.append(ids.numel()) or inner(lane, ids, *rest)
+    )
+
     def ours():
         hidden = backbone.packed_hidden(prompts, responses, gate=1)  # (M, D)
         logp, _ = flow_grpo.linear_logprobs(hidden, backbone.head_weight(1), targets.flatten())
-        policy_gradient(logp, N)
+        policy_gradient(logp.view(N, L), 0, N)
         return norm(backbone.model)
 
     def padded():
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = theirs(ids, attention_mask=mask, position_ids=positions, use_cache=False,
-                        logits_to_keep=L + 1).logits[:, :-1]  # (N, L, V)
-        logp = logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]  # (N, L)
-        policy_gradient(logp.flatten(), N)
+        for first in range(0, N, G):
+            some = slice(first, first + G)
+            start = int((mask[some] == 0).sum(1).min())  # no padding that all of these have
+            own = mask[some, start:]
+            positions = (own.cumsum(1) - 1).clamp(min=0)
+            logits = theirs(ids[some, start:], attention_mask=own, position_ids=positions,
+                            use_cache=False, logits_to_keep=L + 1).logits[:, :-1]  # (G, L, V)
+            logp = logits.float().log_softmax(-1).gather(-1, targets[some, :, None])[..., 0]
+            policy_gradient(logp, first, N)
         return norm(theirs)
 
     def check(results):
@@ -410,7 +420,16 @@ def update_work(options, prompts, responses, with_trl: bool) -> Work:
     sides = [Side("ours", ours), Side("padded rows", padded)]
     if with_trl:
         sides.append(Side("TRL's loss", trl_loss(theirs, options, ids, mask, L, norm)))
-    return Work(sides, "updates/s", check=check)
+    tokens = sum(len(p) + L - 1 for p in prompts)  # a row's last token predicts nothing
+    nodes, _ = agentflow.build_trie([p + r[:-1] for p, r in zip(prompts, responses, strict=True)])
+    trie = sum(len(node.tokens) for node in nodes)
+
+    def check_all(results):
+        check(results)
+        assert computed[0] <= 1.05 * trie, f"{computed[0]} tokens computed, the trie has {trie}"
+
+    return Work(sides, "updates/s", check=check_all,
+                notes=[f"{N} rows of {tokens} tokens, {trie} of them different"])
 
 
 def trl_trainer(model, options, words: list[str], new_tokens: int):
@@ -463,13 +482,14 @@ def update(options) -> Work:
 
 
 def update_turns(options) -> Work:
-    """8 roll-outs of three turns: the prompts grow from 512 to 768 tokens, each its own way."""
+    """8 roll-outs of three turns: the prompts grow from 512 to 768 tokens, each its own way. The
+    peer takes a turn of all roll-outs at a time: equal lengths, so that it pads nothing."""
     rng = random.Random(0)
     config = shape(options)
     start = random_tokens(rng, 512, config)
     memories = [random_tokens(rng, 256, config) for _ in range(G)]
     tail = random_tokens(rng, 8, config)  # the template's end, behind the memory
-    prompts = [start + memory[: 128 * turn] + tail for memory in memories for turn in range(3)]
+    prompts = [start + memory[: 128 * turn] + tail for turn in range(3) for memory in memories]
     responses = [random_tokens(rng, 64, config) for _ in prompts]
     return update_work(options, prompts, responses, with_trl=False)
 
@@ -493,7 +513,7 @@ def step(options) -> Work:
         hidden = backbone.packed_hidden([prompt] * G, responses, gate=1)  # (M, D)
         targets = torch.tensor(responses, device=options.device).flatten()  # (M,)
         logp, _ = flow_grpo.linear_logprobs(hidden, backbone.head_weight(1), targets)
-        policy_gradient(logp, G)
+        policy_gradient(logp.view(G, -1), 0, G)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         backbone.adapter_changed()
