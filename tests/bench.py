@@ -580,7 +580,8 @@ def loss_memory(options) -> Work:
 
 
 def scaling(options) -> list[dict]:
-    """Decode time a token over roll-outs and prompt length, loss memory over the vocabulary."""
+    """Time a token over roll-outs and prompt length (tokens of one prompt, and of all its replies),
+    loss memory over the vocabulary."""
     rng, rows = random.Random(0), []
     backbone, _ = models(options)
     table: dict[str, list[int]] = {}
@@ -595,7 +596,8 @@ def scaling(options) -> list[dict]:
                                for i in range(rollouts)])
 
         run()
-        return [rollouts * 32 / seconds(run, options.device)[clock] for _ in range(options.runs)]
+        tokens = length + rollouts * 32
+        return [tokens / seconds(run, options.device)[clock] for _ in range(options.runs)]
 
     def report(title: str, runs: dict[str, list[float]], unit: str) -> None:
         base_name, first = next(iter(runs.items()))
