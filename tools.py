@@ -386,21 +386,30 @@ import _ast, os, sys
 mark, namespaces, *caps = sys.argv[1], sys.argv[2] == "1", *map(int, sys.argv[3:])
 code = sys.stdin.buffer.read().decode("utf-8", "replace")  # and input() now meets its end at once
 report, missing, init = os.dup(2), [], 0                   # a private stderr: fd 2 is the program's
-root = hasattr(os, "getuid") and os.getuid() == 0          # asked now: a new namespace hides it
+work = os.getcwd()                                         # the program's own folder
+user, group = (os.getuid(), os.getgid()) if hasattr(os, "getuid") else (-1, -1)  # ours, outside
 if "" in sys.path:
     sys.path.remove("")
 
-# 1. Namespaces: no network, no hand on our processes, an init whose death kills all the rest.
-#    The user namespace comes first: it is what lets an ordinary user make the other two.
+# 1. Namespaces: no network, no hand on our processes, an init whose death kills all the rest, and
+#    a file system of our own. A user namespace is what lets an ordinary user make the others; root
+#    needs none, and becomes somebody without rights below.
+spaces = {"user": 0x10000000, "network": 0x40000000, "process": 0x20000000, "file": 0x20000}
+if user == 0:
+    del spaces["user"]
 try:
     import ctypes
-    libc = ctypes.CDLL(None)
+    libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, 9)                                       # die with the thread that started us
-    names = (("user", 0x10000000), ("network", 0x40000000), ("process", 0x20000000))
-    missing += [name + " namespace" for name, flag in names
+    missing += [name + " namespace" for name, flag in spaces.items()
                 if not namespaces or libc.unshare(flag)]
+    if user and not missing:
+        for file, text in (("setgroups", "deny"), ("uid_map", f"65534 {user} 1"),
+                           ("gid_map", f"65534 {group} 1")):
+            with open("/proc/self/" + file, "w") as entry:
+                entry.write(text)
 except (ImportError, OSError, TypeError, AttributeError):  # macOS, Windows, a static Python
-    missing += ["user namespace", "network namespace", "process namespace"]
+    missing = [name + " namespace" for name in spaces]
 
 # 2. Limits, each on its own: one that cannot be set must not skip those after it.
 def limit(name, value):
@@ -416,8 +425,6 @@ try:
     import resource
     for name, value in zip(names, caps):
         limit(name, value)
-    if root:
-        missing.append("NPROC limit (it does not bind root)")
 except ImportError:
     missing += [name + " limit" for name in names]
 
@@ -426,19 +433,86 @@ except ImportError:
 if "process namespace" not in missing:
     told, tell = os.pipe()
     init = os.fork()
-    if init == 0:
-        libc.prctl(1, 9)
-        os.read(told, 1)                                   # let the header below go first
-    else:
-        os.write(report, f"{mark} {init} {missing!r}\n".encode())
-        os.write(tell, b"x")
+    if init:
+        os.write(tell, str(init).encode())
         code = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1])
         os._exit(code if code >= 0 else 128 - code)
+    init = int(os.read(told, 16))                          # our number as the parent knows us
     os.close(told), os.close(tell)
-else:
-    os.write(report, f"{mark} 0 {missing!r}\n".encode())
+    libc.prctl(1, 9)
+somebody = 2**30 + (init or os.getpid())                   # a user that no other run has
 
-# 4. The program, in one namespace as the file __main__ would have it.
+# 4. A file system in which there is only what Python needs, read-only, the program's folder, and
+#    its own processes. The old one is gone from it, and so is the right to change any of this.
+def mount(source, target, kind=None, flags=0, options=None):
+    if libc.mount(source.encode(), target.encode(), kind and kind.encode(), flags,
+                  options and options.encode()):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), target)
+
+def bind(path, new, read_only=True):
+    if os.path.islink(path):
+        os.makedirs(os.path.dirname(new + path), exist_ok=True)
+        os.symlink(os.readlink(path), new + path)
+    elif os.path.exists(path):
+        if os.path.isdir(path):
+            os.makedirs(new + path, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(new + path), exist_ok=True)
+            os.close(os.open(new + path, os.O_CREAT))
+        mount(path, new + path, flags=0x1000 | 0x4000)     # bind, with what is mounted below
+        if read_only:                                      # and what held before has to stay
+            held = os.statvfs(path).f_flag
+            mount("none", new + path, flags=0x1000 | 0x20 | 1 | held & 0xC0E | (held & 4096) << 9)
+
+def new_root():
+    new = os.path.dirname(work) + "/root"
+    mount("none", "/", flags=0x4000 | 1 << 18)             # nothing spreads back
+    mount("tmpfs", new, "tmpfs", 6, "size=64m,nr_inodes=8192,mode=755")
+    os.mkdir(new + "/tmp"), os.chmod(new + "/tmp", 0o1777)
+    bind(work, new, read_only=False)
+    paths = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache",
+             "/etc/alternatives", "/etc/fonts", "/etc/localtime", "/dev/null", "/dev/zero",
+             "/dev/full", "/dev/random", "/dev/urandom"]
+    libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    paths += sorted(filter(os.path.isabs, {sys.prefix, sys.base_prefix, *sys.path, *libraries}))
+    for number, path in enumerate(paths):
+        known = any((path + "/").startswith(other + "/") for other in paths[:number])
+        if path != "/" and not known:
+            bind(path, new)
+    os.mkdir(new + "/proc")
+    mount("proc", new + "/proc", "proc", 14)
+    os.chdir(new)
+    pivot_root, capset = {"x86_64": (155, 126), "aarch64": (41, 91)}[os.uname().machine]
+    if libc.syscall(pivot_root, b".", b".") or libc.umount2(b".", 2):
+        raise OSError(ctypes.get_errno(), "pivot_root")
+    os.chdir(work)
+    nothing = (ctypes.c_uint32 * 6)()                      # no capability, and none by exec
+    if user and libc.syscall(capset, (ctypes.c_uint32 * 2)(0x20080522, 0), nothing):
+        raise OSError(ctypes.get_errno(), "capset")
+if user == 0:
+    os.chown(work, somebody, somebody), os.chown(os.path.dirname(work), somebody, somebody)
+if not any(name + " namespace" in missing for name in spaces):
+    try:
+        new_root()
+    except (OSError, KeyError) as error:
+        missing.append(f"file namespace ({error})")
+
+# 5. Root becomes a user of this run's own: no limit on processes binds root, and no file is closed.
+if user == 0:
+    try:
+        os.seteuid(somebody)                               # on trial: can it read Python's files?
+        open(os.__file__).close()
+        os.seteuid(0)
+        os.setgroups([]), os.setgid(somebody), os.setuid(somebody)
+    except OSError as error:
+        os.seteuid(0)
+        missing.append(f"unprivileged user ({error})")
+if init:
+    libc.prctl(1, 9), libc.prctl(4, 1)                     # a change of users forgets both
+    libc.prctl(38, *map(ctypes.c_ulong, (1, 0, 0, 0)))
+os.write(report, f"{mark} {init} {missing!r}\n".encode())
+
+# 6. The program, in one namespace as the file __main__ would have it.
 main = sys.modules["__main__"] = type(sys)("__main__")
 sys.argv = ["program.py"]
 sys.stdout.reconfigure(line_buffering=True)                # what was printed survives a kill
@@ -583,7 +657,7 @@ def _remove(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_python(code: str, timeout: float = 5.0, memory_mb: int = 512, max_output: int = 4_000,
+def run_python(code: str, timeout: float = 10.0, memory_mb: int = 1024, max_output: int = 20_000,
                namespaces: bool = True) -> PythonRun:
     """Run a program once in a fresh Python process and say what it printed.
 
@@ -591,22 +665,23 @@ def run_python(code: str, timeout: float = 5.0, memory_mb: int = 512, max_output
     bytes of stdout and of stderr. Nothing that the program does is raised here.
 
     What holds, on Linux: the program has an empty folder that is removed afterwards, none of our
-    environment, no input, and limits on CPU time, memory, file size, open files and (not for root)
-    processes. At the end of the run the whole process group is killed, and those that left it.
-    Where the kernel allows user namespaces, it has no network and can neither signal our
-    processes nor read their memory or environment. What could not be had is listed in `missing`.
-    What does not hold: the program reads every file that you can read and writes where you can
-    write; it sees the names of your processes; disk and memory are bounded a file and a process,
-    not in total; no place is kept for it on the CPU; a hole in the kernel is a hole in this. On
-    macOS there are no namespaces, on Windows no limits and no process group either: run there
-    only what you would run yourself, or use a virtual machine.
+    environment, no input, and limits on CPU time, memory, file size, open files and processes. At
+    the end of the run the whole process group is killed, and those that left it. Root runs it as a
+    user without rights. Where the kernel allows namespaces, it has no network, sees no processes
+    but its own, and of the file system only what Python needs, read-only, and its own folder.
+    What could not be had is listed in `missing`.
+    What does not hold: memory is bounded a process, and disk a file (and 64 MB of /tmp), not in
+    total; no place is kept for it on the CPU; a hole in the kernel is a hole in this. Without
+    namespaces it reads every file that you can read, and writes where you can write. On macOS there
+    are none, on Windows no limits and no process group either: run there only what you would run
+    yourself, or use a virtual machine.
     """
     if not code.strip():
         return PythonRun(error="runtime", message="The program is empty.")
     if len(code) > CODE_CHARS:
         return PythonRun(error="runtime", message=f"More than {CODE_CHARS} characters of code.")
     with SLOTS:
-        folder = tempfile.mkdtemp(prefix="agentflow-")
+        folder = os.path.realpath(tempfile.mkdtemp(prefix="agentflow-"))
         try:
             return _run_in(folder, code, timeout, memory_mb, max_output, namespaces)
         finally:
@@ -617,10 +692,13 @@ def _run_in(folder: str, code: str, timeout: float, memory_mb: int, max_output: 
             namespaces: bool) -> PythonRun:
     """Start the child in its folder, feed it, wait, kill what is left, and read its report."""
     started = time.perf_counter()
+    work = os.path.join(folder, "work")
+    os.mkdir(work)
+    os.mkdir(os.path.join(folder, "root"))  # where the program's file system is put together
     mark = "run-" + secrets.token_hex(8)  # tells the child's report from what the program prints
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    environment |= {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8",
-                    "MPLCONFIGDIR": folder, "MPLBACKEND": "Agg",  # no display to wait for
+    environment |= {"PATH": os.defpath, "HOME": work, "TMPDIR": work, "LANG": "C.UTF-8",
+                    "MPLCONFIGDIR": work, "MPLBACKEND": "Agg",  # no display to wait for
                     "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
                     # a set of strings prints in the same order every time: runs can be repeated
                     "PYTHONHASHSEED": "0"}
@@ -629,7 +707,7 @@ def _run_in(folder: str, code: str, timeout: float, memory_mb: int, max_output: 
     # Not -I: it is -E (the environment is ours anyway), -s, and -P, and would ignore the hash seed.
     command = [sys.executable, "-s", "-B", "-X", "utf8", "-c", RUNNER, mark,
                str(int(namespaces)), *map(str, caps)]
-    process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True,
+    process = subprocess.Popen(command, cwd=work, env=environment, start_new_session=True,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)
     out, err = _Pipe(process.stdout, max_output), _Pipe(process.stderr, max(16_000, max_output))

@@ -10,12 +10,20 @@ skipped (kinds that are not built yet). Exit code 1 if a `must` fails or fewer t
 from __future__ import annotations
 
 import json
+import os
+import resource
 import sys
+import tempfile
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import eval as evaluation
 import modules
+import tools
 
 DEFAULT = Path(__file__).with_name("cases.jsonl")
 
@@ -52,16 +60,76 @@ def run_score(case: dict) -> Any:
     )
 
 
+def left_over(badge: str) -> list[str]:
+    """Live processes that carry a badge in their environment (a zombie's reads as empty)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if badge.encode() in (entry / "environ").read_bytes():
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+def program_faults(case: dict, outside: Path, badge: str) -> list[str]:
+    """Runs a case's program in the sandbox, in a thread, and lists the checks that fail.
+
+    outside: a folder that the program should not reach. CANARY in the code is a path there where
+    the check is that nothing gets there, and else a name in the program's own folder.
+    badge: a text that the program's processes carry in their environment, to find them again.
+    """
+    checks, canary = case["checks"], outside / "canary"
+    escapes = any(name.startswith("canary_absent") for name in checks)
+    code = case["input"].replace("CANARY", str(canary) if escapes else "canary.txt")
+    times = case.get("repeat_parallel", 1)
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    # One of the few variables that are passed on to the program.
+    environment = {**case.get("env", {}), "LD_LIBRARY_PATH": badge}
+    with mock.patch.dict(os.environ, environment), ThreadPoolExecutor(times) as pool:
+        jobs = [pool.submit(tools.run_python, code, case.get("limit_s", 10)) for _ in range(times)]
+        runs = [job.result() for job in jobs]
+    seconds = time.perf_counter() - started
+    time.sleep(checks.get("canary_absent_after_s", 0))
+    known = {
+        "status": lambda run, wanted: run.status == wanted,
+        "stdout": lambda run, wanted: run.stdout.strip() == wanted,
+        "stdout_contains": lambda run, wanted: wanted in run.stdout,
+        "text_contains": lambda run, wanted: wanted in run.text,
+        "text_contains_any": lambda run, wanted: any(one in run.text for one in wanted),
+        "text_absent": lambda run, wanted: not any(x in run.text + run.stderr for x in wanted),
+        "max_seconds": lambda run, wanted: seconds <= wanted,
+        "max_output_chars": lambda run, wanted: len(run.stdout) + len(run.text) <= wanted,
+        "truncation_note": lambda run, wanted: "bytes left out" in run.text,
+        "canary_absent_after_s": lambda run, wanted: not canary.exists(),
+        "canary_absent_outside_workdir": lambda run, wanted: not canary.exists(),
+        "no_children_left": lambda run, wanted: not left_over(badge),
+        "caller_alive": lambda run, wanted: tools.run_python("print(7)").stdout == "7\n",
+    }
+    faults = [f"{name} {wanted!r} is not so of {run}" for run in runs
+              for name, wanted in checks.items() if not known[name](run, wanted)]
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # kB
+    return faults + [f"the caller's memory grew by {grown} kB"] * (grown >= 50_000)
+
+
+def run_program(case: dict) -> Any:
+    with tempfile.TemporaryDirectory() as outside:
+        return program_faults(case, Path(outside), f"/nowhere/{uuid.uuid4().hex}") or "as expected"
+
+
 RUNNERS = {
     "parse_plan": run_plan,
     "parse_command": run_command,
     "parse_verdict": run_verdict,
     "parse_answer": run_answer,
+    "python_tool": run_program,
 }
 
 
 def wanted(case: dict) -> list[Any]:
     """All values that are right for a case. Scored kinds have `expected`: a truth or a number."""
+    if "checks" in case:
+        return ["as expected"]
     if "accept" in case:
         return case["accept"]
     return [case["expected_value"] if "expected_value" in case else case["expected"]]

@@ -7,7 +7,6 @@ import gzip
 import json
 import math
 import re
-import resource
 import sys
 import tempfile
 import threading
@@ -22,6 +21,8 @@ from types import SimpleNamespace
 import pytest
 
 import tools
+from tests import cases
+from tests.cases import left_over
 
 CASES = [json.loads(line) for line in
          (Path(__file__).parent / "cases.jsonl").read_text(encoding="utf-8").split("\n") if line]
@@ -247,18 +248,6 @@ def test_a_malformed_library_names_the_line(tmp_path, line):
 # --- the sandbox -------------------------------------------------------------------------------
 
 
-def left_over(badge):
-    """Live processes that carry a badge in their environment (a zombie's reads as empty)."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if badge.encode() in (entry / "environ").read_bytes():
-                found.append(entry.name)
-        except OSError:
-            continue
-    return found
-
-
 @pytest.fixture
 def sandbox(monkeypatch, tmp_path):
     """A badge that each child carries, a folder for the runs' folders, a path for canaries.
@@ -279,48 +268,15 @@ def sandbox(monkeypatch, tmp_path):
 
 
 SLOW_CASES = {"y009", "y012", "y013", "y014", "y027", "y029", "y040", "y041", "y053"}
-# Not covered, and said so in the docstring of run_python: files that the user may write.
-UNCOVERED = {"y037"}
+# What is not covered where the kernel grants no namespaces, as the docstring of run_python says.
+NEED_NAMESPACES = {"y035", "y037"}
 
 
 @pytest.mark.parametrize("case", [
     pytest.param(case, id=case["id"], marks=[pytest.mark.slow] * (case["id"] in SLOW_CASES))
-    for case in SANDBOX_CASES if case["id"] not in UNCOVERED])
-def test_the_sandbox_treats_each_known_trouble_as_expected(case, sandbox, monkeypatch):
-    checks = dict(case["checks"])
-    for name, value in case.get("env", {}).items():
-        monkeypatch.setenv(name, value)
-    code = case["input"].replace("CANARY", str(sandbox.canary))
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    with ThreadPoolExecutor(case.get("repeat_parallel", 1)) as pool:
-        runs = list(pool.map(lambda _: tools.run_python(code, timeout=case.get("limit_s", 5)),
-                             range(case.get("repeat_parallel", 1))))
-    seconds = time.perf_counter() - started
-    for run in runs:
-        judge(run, checks, seconds, sandbox)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # kB
-    assert grown < 50_000, f"the caller's memory grew by {grown} kB"
-
-
-def judge(run, checks, seconds, sandbox):
-    """Every check of a case; one that nobody knows is a mistake of the test."""
-    for name, wanted in checks.items():
-        if name == "canary_absent_after_s":
-            time.sleep(wanted)
-        assert {
-            "status": lambda w: run.status == w,
-            "stdout": lambda w: run.stdout.strip() == w,
-            "stdout_contains": lambda w: w in run.stdout,
-            "text_contains": lambda w: w in run.text,
-            "text_contains_any": lambda w: any(one in run.text for one in w),
-            "text_absent": lambda w: not any(one in run.text + run.stderr for one in w),
-            "max_seconds": lambda w: seconds <= w,
-            "max_output_chars": lambda w: len(run.stdout) + len(run.text) <= w,
-            "truncation_note": lambda w: "bytes left out" in run.text,
-            "canary_absent_after_s": lambda w: not sandbox.canary.exists(),
-            "no_children_left": lambda w: not left_over(sandbox.badge),
-            "caller_alive": lambda w: tools.run_python("print(7)").stdout == "7\n",
-        }[name](wanted), f"{name}: {wanted!r} is not so of {run}"
+    for case in SANDBOX_CASES if NAMESPACES or case["id"] not in NEED_NAMESPACES])
+def test_the_sandbox_treats_each_known_trouble_as_expected(case, sandbox):
+    assert not cases.program_faults(case, sandbox.canary.parent, sandbox.badge)
 
 
 @pytest.mark.parametrize("code, text", [
@@ -432,14 +388,14 @@ def test_a_program_in_its_namespaces_has_no_network_and_cannot_signal_the_parent
 
 
 def test_missing_protections_are_listed_and_one_that_fails_does_not_skip_the_others(sandbox):
-    """Without namespaces all three are named, and the memory limit holds all the same."""
-    run = tools.run_python("bytearray(10**9)", namespaces=False)
-    assert {"user namespace", "network namespace", "process namespace"} <= set(run.missing)
+    """Without namespaces they are named, and the memory limit holds all the same."""
+    run = tools.run_python("bytearray(4 * 10**9)", namespaces=False)
+    assert {"network namespace", "process namespace", "file namespace"} <= set(run.missing)
     assert "MemoryError" in run.message
     broken = tools.RUNNER.replace('"RLIMIT_" + name', '"RLIMIT_" + name.replace("CPU", "NONE")')
     original, tools.RUNNER = tools.RUNNER, broken
     try:
-        run = tools.run_python("bytearray(10**9)")
+        run = tools.run_python("bytearray(4 * 10**9)")
     finally:
         tools.RUNNER = original
     assert "CPU limit" in run.missing and "MemoryError" in run.message
