@@ -28,10 +28,11 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -64,11 +65,12 @@ from modules import (
     planner_ask,
     verifier_ask,
 )
-from tools import Ask, Job, Tool, ToolResult, execute, make_tools
+from tools import LIBRARY, Ask, Job, Tool, ToolResult, cache_folder, execute, make_tools
 
 ATTENTION = "agentflow"  # the name under which Hugging Face's layers find our attention function
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # PEFT's names
 BUILTIN = Path(__file__).parent / "data" / "backbone"
+WORKERS = 64             # blocking jobs at a time
 PREFILL_TOKENS = 2_048   # padded tokens of one prefill pass: full speed, rows of similar length
 PASS_TOKENS = 64         # what a pass costs besides its tokens, in tokens
 HEADS = 64               # static prompt heads whose keys and values are kept
@@ -76,8 +78,9 @@ KEPT_TOKENS = 1_024      # a slot: prompts kept for the next turn of their roll-
 WIDTH_STEP = 128         # slots grow by multiples of this many tokens
 DRAW_BLOCK = 256         # sampling: tokens whose probabilities are first summed
 
-# Letters in shapes are flow_grpo.py's (L tokens, M packed tokens, D width, V vocabulary, S slots, W
-# slot width), and for one pass: B its rows; H query heads on H_kv key heads of width D_head.
+# Letters in shapes are flow_grpo.py's (L tokens, M scored tokens, P packed tokens, D width, V
+# vocabulary, S slots, W slot width), and for one pass: B its rows; H query heads on H_kv key heads
+# of width D_head.
 
 
 # ------------------------------------------------------------------------------------------------
@@ -132,7 +135,7 @@ class Rollout:
     question: str
     analysis: Reply
     turns: list[Turn]  # T_i of them, at most T_max
-    memory: str  # M^T as the generator read it
+    memory: str  # M^T, whole (where prompts were shortened, the generator read less)
     steps: list[Step]  # the same as data, with the seconds that no prompt shows
     generator: Reply  # o ~ G(. | q, M^T)
     shortened: int  # prompts that had to lose some of their results, see fit_prompt
@@ -217,7 +220,8 @@ def fit_prompt(make_ask: Callable[[str], Ask], memory: Memory, limits: Limits) -
 
     A prompt that is too long loses the middle of its oldest results, never instructions or
     question: old results have been read by the planner before, and their ends say most.
-    Raises ValueError where instructions and question alone are too long.
+    Raises ValueError where all that is never cut (instructions, question, analysis, sub-goals and
+    commands) is too long.
     """
     ask = make_ask(memory.render())
     limit, length = limits.max_prompt_length, limits.prompt_length
@@ -263,7 +267,6 @@ def drive(
     backbone,
     sampling: Sampling,
     deterministic: bool = False,
-    workers: int = 64,
     on_done: Callable[[int], None] = lambda index: None,
 ) -> list:
     """Run many coroutines at once on one backbone; what they return, in their order.
@@ -273,14 +276,15 @@ def drive(
     deterministic: replies and tool results enter in the flows' order, round by round, so that two
         runs put the same rows into the same batches and agree bit for bit. Otherwise whatever is
         ready goes on, and batched sums may round differently.
-    Blocking jobs run in `workers` threads: the model never waits for a web page.
+    Blocking jobs run in threads of their own, WORKERS at a time: unless `deterministic`, the model
+    never waits for a web page. Nor does Python at its end: after Ctrl-C they are left behind.
     """
     results: list = [None] * len(flows)
     calls = [0] * len(flows)  # Asks so far, per flow: the last number of the row's key
     owners: dict[int, int] = {}  # id of a pending request -> its flow
     jobs: dict[Future, int] = {}  # pending job -> its flow
     answered: list[tuple[int, Any]] = [(index, None) for index in range(len(flows))]
-    pool = ThreadPoolExecutor(max_workers=workers)
+    places = threading.BoundedSemaphore(WORKERS)
 
     def advance(index: int, answer: Any) -> None:
         """Send a flow its answer, and pass on what it wants next."""
@@ -296,26 +300,38 @@ def drive(
                 calls[index] += 1
                 owners[id(request)] = index
                 return
-            jobs[pool.submit(wanted.run)] = index
+            jobs[in_background(wanted.run, places)] = index
         except StopIteration as end:
             results[index] = end.value
             on_done(index)
 
-    try:
-        while answered or owners or jobs:
-            if not deterministic or not (owners or jobs):  # in rounds: wait for all of a round
-                for index, answer in sorted(answered, key=lambda pair: pair[0]):
-                    advance(index, answer)
-                answered = []
-            if owners:
-                finished = backbone.step()
-                answered += [(owners.pop(id(request)), reply) for request, reply in finished]
-            if jobs:  # with a model at work, only look; without, sleep until something is done
-                wait(jobs, timeout=0 if owners else None, return_when=FIRST_COMPLETED)
-                answered += [(jobs.pop(job), job.result()) for job in list(jobs) if job.done()]
-    finally:  # after Ctrl-C nobody waits for a web page
-        pool.shutdown(wait=False, cancel_futures=True)
+    while answered or owners or jobs:
+        if not deterministic or not (owners or jobs):  # in rounds: wait for all of a round
+            for index, answer in sorted(answered, key=lambda pair: pair[0]):
+                advance(index, answer)
+            answered = []
+        if owners:
+            finished = backbone.step()
+            answered += [(owners.pop(id(request)), reply) for request, reply in finished]
+        if jobs:  # with a model at work, only look; without, sleep until something is done
+            wait(jobs, timeout=0 if owners else None, return_when=FIRST_COMPLETED)
+            answered += [(jobs.pop(job), job.result()) for job in list(jobs) if job.done()]
     return results
+
+
+def in_background(run: Callable[[], Any], places: threading.BoundedSemaphore) -> Future:
+    """Run a job in a thread that does not keep the program from ending (a pool's threads do)."""
+    future: Future = Future()
+
+    def work() -> None:
+        with places:
+            try:
+                future.set_result(run())
+            except BaseException as error:  # raised where the result is asked for
+                future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
 
 
 def roll_out(
@@ -540,12 +556,12 @@ def build_trie(rows: Sequence[Sequence[int]]) -> tuple[list[TrieNode], list[list
                 paths[row] = path
             else:
                 children.setdefault(rows[row][end], []).append(row)
-        todo += [(child, end, path) for child in children.values()]
+        todo += [(child, end, path) for child in reversed(children.values())]
     return nodes, paths
 
 
 class TrieAttention:
-    """Scoring and training: one packed sequence of M tokens, with gradients and without padding.
+    """Scoring and training: one packed sequence of P tokens, with gradients and without padding.
 
     The linear layers see each token of the trie once. Here a node's tokens look at the nodes on
     their path and, causally, at their own.
@@ -570,7 +586,7 @@ class TrieAttention:
         for path, own, mask in zip(self.paths, queries, self.masks, strict=True):
             seen = [torch.cat([x[i] for i in path], dim=2) for x in (keys, values)]
             out.append(masked_attention(own, *seen, mask, scaling))  # (1, H, L, D_head)
-        return torch.cat(out, dim=2).transpose(1, 2)  # (1, M, H, D_head)
+        return torch.cat(out, dim=2).transpose(1, 2)  # (1, P, H, D_head)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -684,7 +700,8 @@ class Draft:
 
 def prompt_names(group: list[Draft], version: int) -> list[tuple]:
     """What the prompt of these rows is kept under: its module's last one in each roll-out that asks
-    and in their group, (module, roll-out or question, version)."""
+    and in their group, (module, roll-out or group, version). A roll-out whose greedy request finds
+    its answer under way, or known, is not among them."""
     names = {}  # a set that keeps its order
     for request in (request for row in group for request in row.requests if request.flow):
         names[request.ask.module, request.flow, version] = None
@@ -1001,9 +1018,9 @@ class Backbone:
             wanted += places[-len(response):]
         lane = self._lane(gate)
         context = TrieAttention(nodes, self.device, lane.dtype)
-        ids, positions = (torch.tensor([x], device=self.device) for x in (ids, positions))  # (1, M)
+        ids, positions = (torch.tensor([x], device=self.device) for x in (ids, positions))  # (1, P)
         gates = self._gates(lane, [gate])
-        hidden = self._hidden(lane, ids, positions, context, gates)  # (1, all tokens, D)
+        hidden = self._hidden(lane, ids, positions, context, gates)  # (1, P, D)
         return hidden[0, torch.tensor(wanted, device=self.device)]  # (M, D)
 
     # -- generation: continuous batching ---------------------------------------------------------
@@ -1259,7 +1276,7 @@ def smollm2_folder() -> Path:
     The package holds 4-bit weights (GGUF). They become fp32 here, and a folder in $AGENTFLOW_CACHE
     (default ~/.cache/agentflow). Raises ValueError, with the command, where a package is missing.
     """
-    cache = Path(os.environ.get("AGENTFLOW_CACHE") or "~/.cache/agentflow").expanduser()
+    cache = cache_folder()
     folder = cache / "smollm2-135m-instruct"
     if folder.is_dir():
         return folder
@@ -1396,7 +1413,9 @@ def parse_flags(
         default = (defaults or {}).get(name, entry.default)
         shown = "" if default in ("", None) else f" [{default}]"
         options = {"default": default, "help": (texts[name] + shown).replace("%", "%%")}
-        if types[name] in (bool, bool | None):
+        if types[name] is bool and default is False:
+            section.add_argument(f"--{name}", action="store_true", **options)
+        elif types[name] in (bool, bool | None):
             section.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **options)
         elif name == positional:
             section.add_argument(name, nargs="?", **options)
@@ -1416,7 +1435,8 @@ def field_comments(config_class) -> tuple[dict[str, str], dict[str, str]]:
     """(field -> the comment behind it, field -> the comment line above its group), read from the
     source: the dataclass is the one place for both."""
     texts, groups, title = {}, {}, "options"
-    for line in inspect.getsource(config_class).splitlines():
+    sources = [inspect.getsource(c) for c in reversed(config_class.__mro__[:-1])]
+    for line in "\n".join(sources).splitlines():
         if heading := re.match(r"    # (.*)", line):
             title = heading[1]
         elif found := re.match(r"    (\w+): [^#]*#\s*(.*)$", line):
@@ -1443,8 +1463,10 @@ def adapter_settings(folder: str) -> dict[str, int]:
 
 
 def limits_of(config, backbone: Backbone) -> Limits:
-    """Limits by a command line that has these flags."""
-    return Limits(config.max_turns, config.max_prompt_length, backbone.prompt_length)
+    """Limits by a command line that has these flags; a reply must fit behind a prompt."""
+    room = backbone.limit - max(config.max_completion_length, config.max_frozen_length)
+    longest = min(config.max_prompt_length, room)
+    return Limits(config.max_turns, longest, backbone.prompt_length)
 
 
 def sampling_of(config, temperature: float) -> Sampling:
@@ -1488,13 +1510,37 @@ def is_offline(offline: bool | None, *parts: str) -> bool:
     return "builtin" in parts if offline is None else offline
 
 
-def tools_from_flags(tools: str, offline: bool) -> list[Tool]:
-    """--tools and --offline as tools."""
-    return make_tools(None if tools == "all" else tools.split(","), offline=offline)
+@dataclass
+class ToolFlags:
+    """The flags about tools, which the three command lines share."""
+
+    # Tools
+    tools: str = "all"  # K: names separated by commas, or "all"
+    offline: bool | None = None  # network tools answer `network`; default: on with built-in parts
+    corpus: str = "builtin"  # of Library_Search_Tool: "builtin", or JSONL with title and text
+    sandbox: str = "auto"  # strict: no model-written programs unless every protection holds
+    contact: str = "none given"  # your mail address, for the sites asked: Wikipedia wants one
+    allow_private_hosts: bool = False  # Web_Search_Tool may read hosts that are not public
+    no_cache: bool = False  # web pages are fetched again, not taken from $AGENTFLOW_CACHE
+
+
+def tools_from_flags(flags: ToolFlags, *parts: str) -> list[Tool]:
+    """The tools of a command line; parts: what `is_offline` decides by."""
+    if flags.sandbox not in ("auto", "strict"):
+        raise ValueError(f"--sandbox is auto or strict, not {flags.sandbox}.")
+    return make_tools(
+        None if flags.tools == "all" else flags.tools.split(","),
+        is_offline(flags.offline, *parts),
+        LIBRARY if flags.corpus == "builtin" else flags.corpus,
+        flags.allow_private_hosts,
+        flags.contact,
+        cache=not flags.no_cache,
+        strict=flags.sandbox == "strict",
+    )
 
 
 @dataclass
-class AskConfig:
+class AskConfig(ToolFlags):
     """The command line of agentflow.py."""
 
     # One question, answered by which model
@@ -1502,8 +1548,6 @@ class AskConfig:
     adapter: str = ""  # a run folder or checkpoint with an adapter; default: the untrained planner
     model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
     device: str = "auto"  # auto | cpu | cuda | mps
-    tools: str = "all"  # names separated by commas, or "all"
-    offline: bool | None = None  # network tools answer `network`; default: on with built-in parts
     max_turns: int = 3  # T_max
     temperature: float = 0.7  # of the planner; the frozen modules are greedy
     seed: int = 0  # of the sampling
@@ -1530,12 +1574,13 @@ def main(arguments: list[str] | None = None) -> int:
         check_ranges(config)
         if not config.question.strip():
             raise ValueError("The question is empty.")
-        tools = tools_from_flags(config.tools, is_offline(config.offline, config.model))
+        tools = tools_from_flags(config, config.model)
         backbone = load_backbone(config.model, config.device, **adapter_settings(config.adapter))
         if config.adapter:
             backbone.load_adapter(config.adapter)
-        limits = Limits(config.max_turns, backbone.limit, backbone.prompt_length)
         sampling = Sampling(config.temperature)
+        room = backbone.limit - max(sampling.max_completion_length, sampling.max_frozen_length)
+        limits = Limits(config.max_turns, room, backbone.prompt_length)
         (rollout,) = roll_out(
             [config.question], 1, backbone, tools, limits, sampling, config.seed, step=-1
         )

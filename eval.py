@@ -496,7 +496,7 @@ def table(columns: dict[str, dict]) -> str:
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(agentflow.ToolFlags):
     """The command line of eval.py."""
 
     # What is measured
@@ -504,8 +504,6 @@ class EvalConfig:
     data: str = "builtin"  # questions: "builtin" (the held-out ones), or a JSON/JSONL file
     model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
     device: str = "auto"  # auto | cpu | cuda | mps
-    tools: str = "all"  # names separated by commas, or "all"
-    offline: bool | None = None  # network tools answer `network`; default: on with built-in parts
     json: str = ""  # write the same numbers, and every item, to this file
     # Roll-outs
     max_turns: int = 3  # T_max
@@ -582,8 +580,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("note: the run measured itself on other questions; the file has changed since.",
                   file=sys.stderr)
         questions = evenly_spread(questions, config.eval_questions)
-        offline = agentflow.is_offline(config.offline, config.model, config.data)
-        tools = agentflow.tools_from_flags(config.tools, offline)
+        tools = agentflow.tools_from_flags(config, config.model, config.data)
         backbone = agentflow.load_backbone(
             config.model, config.device, lora_r=config.lora_r, lora_alpha=config.lora_alpha
         )

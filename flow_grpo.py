@@ -19,8 +19,9 @@ import torch
 # Symbols. A letter stands for these sizes only, here and in every other file.
 #   Q  questions a step                     N  rows: planner turns of all roll-outs of a step
 #   G  roll-outs a question, the group      L  tokens of a row's response, padded to the longest
-#   R  roll-outs a step, Q * G              M  packed tokens: those of many rows, no padding
+#   R  roll-outs a step, Q * G              M  scored tokens: responses of many rows, no padding
 #   T  turns of a roll-out                  D  width of a hidden state      V  vocabulary
+#   P  tokens of the rows' trie: prompts and responses, what rows share once
 #   S, W  slots of the generation loop, and tokens that a slot holds
 # A small m is the part of M in one chunk. Of the paper's own symbols, A is the advantage, rho the
 # ratio; i counts roll-outs, t turns, j tokens; a_i^t is a plan, |a_i^t| its length in tokens.
@@ -29,7 +30,8 @@ import torch
 FLOAT_NOISE = 1e-6
 # What the fp32 logits of a chunk of tokens over a part of the vocabulary may take, and that part of
 # the head in fp32: as much as stays in a CPU's cache, and 8 times that on an accelerator, whose
-# matmuls want more rows. A few buffers of this size live at once, whatever M and V are.
+# matmuls want more rows. A few buffers of this size live at once, whatever M and V are (beside the
+# gradients themselves).
 LOGITS_BYTES = 1 << 23
 HEAD_BYTES = 1 << 24
 
@@ -243,7 +245,7 @@ def tempered(logits: torch.Tensor, temperature: float | torch.Tensor) -> torch.T
 
 
 def head_slices(weight: torch.Tensor):
-    """The head (V, D) as pairs (slice of V, that part in fp32), each of HEAD_BYTES at most.
+    """The head (V, D) as pairs (slice of V, that part in fp32), each within its budget.
 
     Of an fp32 head a part is no copy. The whole of Qwen2.5-7B's in fp32 would take 2.2 GB.
     """
@@ -279,8 +281,8 @@ class LinearLogprobs(torch.autograd.Function):
     Autograd would keep (M, V) numbers for backward: 11 GB for 18,000 tokens of Qwen2.5-7B, and as
     much again for their gradient. Here forward goes through chunks of tokens and, for each, through
     parts of the vocabulary, and keeps one number a token, the log-normaliser; backward makes the
-    logits a second time, part by part. One more matmul of the head, in exchange for memory that
-    grows neither with V nor with M * V, and for blocks that stay in a CPU's cache.
+    logits a second time, part by part. One more matmul of the head, in exchange for logits that
+    take the same room whatever M and V are, and for blocks that stay in a CPU's cache.
     """
 
     @staticmethod
@@ -366,7 +368,8 @@ def linear_logprobs(
     hidden: the state at the position *before* each target, which is where it was predicted.
     weight: the LM head, fp32 or bf16. The log-probs carry gradient to `hidden`, and to `weight`,
     each only where it requires it; the entropies (of the same tempered distribution) carry none.
-    chunk: tokens at a time; None takes as many as fit LOGITS_BYTES. It changes memory, not results.
+    chunk: tokens at a time; None takes as many as fit LOGITS_BYTES (eight times that on a GPU). It
+    changes memory, and results by rounding only.
     Raises AssertionError for shapes that do not fit, or a target outside V.
     """
     assert hidden.dim() == weight.dim() == 2 and hidden.shape[1] == weight.shape[1], (

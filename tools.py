@@ -7,14 +7,19 @@ A flow (and a tool inside it) is a generator: it *yields* an `Ask` when it needs
 or a `Job` when it needs to block, and is sent the answer. So a tool never holds a model or a thread
 pool; whoever drives the flow batches the Asks of hundreds of flows and runs the Jobs beside them.
 
-Run:  python tools.py      (lists the tools and which of them would work on this machine)
+Run:  python tools.py                                          every tool, and would it work here?
+      python tools.py Library_Search_Tool --query "atomic number of Iron"         one tool, once
 Left out on purpose: a cache of program results (a program may be random), a block list of Python
 modules (they are all bypassed: the sandbox is a process, not a filter), and any guarantee against
 code that attacks the kernel itself. `run_python` says what holds and what does not.
 """
 
+import argparse
 import ast
+import base64
 import contextlib
+import email.utils
+import hashlib
 import ipaddress
 import json
 import math
@@ -32,6 +37,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -39,6 +45,7 @@ from urllib.parse import SplitResult, urlencode, urljoin, urlsplit
 
 import numpy as np
 import requests
+import urllib3
 
 # ------------------------------------------------------------------------------------------------
 # 1. What a flow may yield, and what a tool returns
@@ -59,6 +66,7 @@ ERROR_KINDS = (
 )
 RESULT_CHARS = 2_000   # of one tool result: what may enter the memory
 JOB_SECONDS = 60.0     # after which a blocking job is given up
+CACHE_DAYS = 30        # after which a cached page is fetched again
 LIBRARY = Path(__file__).parent / "data" / "library.jsonl"
 
 
@@ -89,6 +97,7 @@ class ToolResult:
     output: str
     error: str = "none"  # one of ERROR_KINDS
     seconds: float = 0.0
+    code: str = ""  # the program that was run: for people and files, no prompt shows it
 
     def __post_init__(self) -> None:
         assert self.error in ERROR_KINDS, f"{self.error!r} is none of the kinds {ERROR_KINDS}"
@@ -271,7 +280,7 @@ def execute(tool: Tool, arguments: dict[str, Any], limit: int = RESULT_CHARS):
     except (Exception, SystemExit) as error:
         result = ToolResult(f"{tool.name} failed: {type(error).__name__}: {error}", "runtime")
     output = clip_middle(str(result.output), limit)
-    return ToolResult(output, result.error, time.perf_counter() - started)
+    return ToolResult(output, result.error, time.perf_counter() - started, result.code)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -688,6 +697,21 @@ def run_python(code: str, timeout: float = 10.0, memory_mb: int = 1024, max_outp
             _remove(folder)
 
 
+@lru_cache(1)
+def sandbox_lacks() -> tuple[str, ...]:
+    """The protections of run_python that this machine does not grant; tried once."""
+    return run_python("0").missing
+
+
+def sandbox_line() -> str:
+    """One line that says which protections hold here."""
+    if lacks := sandbox_lacks():
+        return (f"sandbox: NOT granted here: {', '.join(lacks)}. Model-written programs run "
+                "without; --sandbox strict refuses to.")
+    return ("sandbox: programs have a user, a network, processes and files of their own, and "
+            "limits on time, memory, file size, open files and processes")
+
+
 def _run_in(folder: str, code: str, timeout: float, memory_mb: int, max_output: int,
             namespaces: bool) -> PythonRun:
     """Start the child in its folder, feed it, wait, kill what is left, and read its report."""
@@ -839,15 +863,66 @@ def check_url(url: str, allow_private: bool = False) -> tuple[SplitResult, str]:
 
 
 class _Pinned(requests.adapters.HTTPAdapter):
-    """Speaks TLS for a host name while connected to its address: certificate and SNI by name."""
+    """Speaks TLS for a host name while connected to its address (certificate and SNI by name), and
+    notes a second handle of each connection's socket, by which it can be ended from outside."""
 
-    def __init__(self, host: str) -> None:
-        self.host = host
+    def __init__(self, host: str | None, sockets: list[socket.socket]) -> None:
+        self.tls = {"server_hostname": host, "assert_hostname": host} if host else {}
+        self.sockets = sockets
         super().__init__()
 
     def init_poolmanager(self, *args, **kwargs):
-        super().init_poolmanager(*args, server_hostname=self.host, assert_hostname=self.host,
-                                 **kwargs)
+        super().init_poolmanager(*args, **self.tls, **kwargs)
+        sockets = self.sockets
+
+        def noting(pool, connection):
+            class Noting(connection):
+                def _new_conn(self):
+                    made = super()._new_conn()
+                    sockets.append(made.dup())
+                    return made
+
+            return type(pool.__name__, (pool,), {"ConnectionCls": Noting})
+
+        self.poolmanager.pool_classes_by_scheme = {
+            "http": noting(urllib3.HTTPConnectionPool, urllib3.connection.HTTPConnection),
+            "https": noting(urllib3.HTTPSConnectionPool, urllib3.connection.HTTPSConnection),
+        }
+
+
+@contextlib.contextmanager
+def ended_at(end: float, sockets: list[socket.socket]):
+    """Shuts the sockets down at `end` (of time.monotonic): a server that drips a byte now and then
+    keeps every read within its time-out, and would hold us for hours."""
+    def hang_up() -> None:
+        for one in sockets:
+            with contextlib.suppress(OSError):  # not connected any more
+                one.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, end - time.monotonic()), hang_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        for one in sockets:
+            one.close()
+
+
+def cache_folder() -> Path:
+    """$AGENTFLOW_CACHE, by default ~/.cache/agentflow."""
+    return Path(os.environ.get("AGENTFLOW_CACHE") or "~/.cache/agentflow").expanduser()
+
+
+def seconds_to_wait(told: str) -> float | None:
+    """Retry-After, which is a number of seconds or a date; None where it is neither."""
+    if told.isdigit():
+        return float(told)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(told).timestamp() - time.time())
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -857,6 +932,7 @@ class Http:
     offline: bool = True
     allow_private_hosts: bool = False  # for a classroom's own server
     contact: str = "none given"        # Wikipedia turns away agents that do not say who they are
+    cache: Path | None = None          # where pages are kept for CACHE_DAYS; None: nowhere
 
     def require(self) -> None:
         """Raise the typed error at once when the network is switched off."""
@@ -871,21 +947,55 @@ class Http:
         Raises ToolError with the kind and a sentence for everything else than a 2xx.
         """
         self.require()
+        # All that decides what comes back; the key and who we are do not, and are not written.
+        asked = [url, options.get("params"), options.get("json"), self.allow_private_hosts]
+        name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        page = self._cached(name) or self._fetch(url, options)
+        self._keep(name, page)
+        return page
+
+    def _cached(self, name: str) -> Page | None:
+        """A page that was kept; none where there is no cache, or nothing readable in it."""
+        file = self.cache and self.cache / f"{name}.json"
+        try:
+            if not file or time.time() - file.stat().st_mtime > 86_400 * CACHE_DAYS:
+                return None
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            body = base64.b64decode(kept["body"])
+            return Page(kept["url"], 200, {"Content-Type": kept["type"]}, body)
+        except (OSError, ValueError, KeyError, TypeError):  # half a file: fetched again
+            return None
+
+    def _keep(self, name: str, page: Page) -> None:
+        """Write a page beside its place and rename it; one that was kept already stays as it is."""
+        if not self.cache or (file := self.cache / f"{name}.json").exists():
+            return
+        self.cache.mkdir(parents=True, exist_ok=True)
+        kept = {"url": page.url, "type": page.headers.get("Content-Type", ""),
+                "body": base64.b64encode(page.body).decode()}
+        beside = file.with_suffix(f".{secrets.token_hex(4)}.tmp")
+        beside.write_text(json.dumps(kept), encoding="utf-8")
+        beside.replace(file)
+
+    def _fetch(self, url: str, options: dict[str, Any]) -> Page:
+        """`fetch` without the cache."""
         end = time.monotonic() + TOTAL_SECONDS
         for attempt in range(1, TRIES + 1):
             wait = 0.5 * 2 ** (attempt - 1)
             try:
                 page = self._follow(url, end, options)
                 problem = status_error(page)
-                told = page.headers.get("Retry-After", "").strip()
-                wait = float(told) if told.isdigit() else wait
+                told = seconds_to_wait(page.headers.get("Retry-After", "").strip())
+                wait = wait if told is None else told
             # The message of requests' errors holds the whole address: say the kind only.
             except requests.Timeout as error:
                 problem = ToolError("timeout", f"{urlsplit(url).hostname} did not answer in time "
                                                f"({type(error).__name__}).")
             except requests.RequestException as error:
-                problem = ToolError("network", f"No answer from {urlsplit(url).hostname} "
-                                               f"({type(error).__name__}).")
+                late = time.monotonic() >= end  # we have hung up
+                problem = ToolError("timeout" if late else "network",
+                                    f"No answer from {urlsplit(url).hostname} "
+                                    f"({'too slow' if late else type(error).__name__}).")
             if problem is None:
                 return page
             again = problem.kind in ("rate_limited", "network", "timeout")
@@ -916,9 +1026,11 @@ class Http:
         numeric = parts._replace(netloc=f"{host}:{parts.port}" if parts.port else host).geturl()
         headers = {"User-Agent": AGENT.format(contact=self.contact), **options.get("headers", {}),
                    "Host": parts.netloc.rpartition("@")[2]}
-        with requests.Session() as session:
+        sockets: list[socket.socket] = []
+        with requests.Session() as session, ended_at(end, sockets):
             session.trust_env = False  # no proxy and no .netrc behind our back
-            session.mount("https://", _Pinned(parts.hostname))
+            session.mount("http://", _Pinned(None, sockets))
+            session.mount("https://", _Pinned(parts.hostname, sockets))
             with session.request(method, numeric, headers=headers, json=options.get("json"),
                                  timeout=(CONNECT_SECONDS, READ_SECONDS), stream=True,
                                  allow_redirects=False) as response:
@@ -927,8 +1039,8 @@ class Http:
                     body += chunk
                     if len(body) >= MAX_BYTES:
                         break
-                    if time.monotonic() > end:  # a server may drip for ever within READ_SECONDS
-                        raise requests.Timeout("total")
+                if time.monotonic() >= end:  # without a length, a body that we cut looks whole
+                    raise requests.Timeout("total")
                 return Page(url, response.status_code, response.headers, body[:MAX_BYTES])
 
 
@@ -1048,7 +1160,7 @@ class Python_Coder_Tool(Tool):
         reply = yield Ask("tool", CODER_SYSTEM, REQUEST.format(query=query))
         code = extract_code(reply.text)
         run = yield Job(lambda: self.run_python(code, timeout=self.timeout))
-        return ToolResult(run.text, run.error)
+        return ToolResult(run.text, run.error, code=code)
 
 
 class Google_Search_Tool(Tool):
@@ -1225,18 +1337,21 @@ TOOLS = (Base_Generator_Tool, Python_Coder_Tool, Google_Search_Tool, Wikipedia_S
 
 def make_tools(names: list[str] | None = None, offline: bool = True,
                library: str | Path = LIBRARY, allow_private_hosts: bool = False,
-               contact: str = "none given") -> list[Tool]:
+               contact: str = "none given", cache: bool = False,
+               strict: bool = False) -> list[Tool]:
     """The toolset of a run: the named tools, or all six, in a fixed order.
 
-    Offline, the network tools stay on offer and answer with the typed error `network`. Raises
-    ValueError with a sentence for an unknown name, a missing key or an unreadable library.
+    Offline, the network tools stay on offer and answer with the typed error `network`. cache: keep
+    web pages in `cache_folder()`. strict: no Python_Coder_Tool without the whole sandbox. Raises
+    ValueError with a sentence for an unknown name, a missing key, an unreadable library, or a
+    protection that is missing.
     """
     known = [kind.name for kind in TOOLS]
     unknown = [name for name in names or [] if name not in known]
     if unknown or names == []:
         problem = f"{unknown[0]!r} is no tool" if unknown else "A run needs at least one tool"
         raise ValueError(f"{problem}. Choose from: {', '.join(known)}.")
-    http = Http(offline, allow_private_hosts, contact)
+    http = Http(offline, allow_private_hosts, contact, cache_folder() / "http" if cache else None)
     tools: list[Tool] = []
     for kind in TOOLS:
         if names is not None and kind.name not in names:
@@ -1244,6 +1359,10 @@ def make_tools(names: list[str] | None = None, offline: bool = True,
         if kind.key and not offline and not os.environ.get(kind.key):
             raise ValueError(f"{kind.name} needs {kind.key}. Set it, leave the tool out with "
                              "--tools, or run with --offline.")
+        if kind is Python_Coder_Tool and strict and sandbox_lacks():
+            raise ValueError("--sandbox strict: this machine does not grant "
+                             f"{', '.join(sandbox_lacks())}. Leave {kind.name} out with --tools, "
+                             "or run without strict.")
         if kind.needs_network:
             tools.append(kind(http))
         else:
@@ -1251,8 +1370,8 @@ def make_tools(names: list[str] | None = None, offline: bool = True,
     return tools
 
 
-def main() -> None:
-    """List the tools and whether they would work here, then show the two that need no model."""
+def show_tools() -> None:
+    """The tools, whether they would work here, and their cards."""
     print("tool                   works offline / online   for what")
     for kind in TOOLS:
         lacks = f"no: {kind.key}" if kind.key and not os.environ.get(kind.key) else "yes"
@@ -1260,18 +1379,61 @@ def main() -> None:
             lacks = "no: library"
         offline = "no" if kind.needs_network else lacks
         print(f"{kind.name:22} {offline:3} / {lacks:18} {kind.description}")
-
     run = run_python("print(6*7)")
     print(f"\nrun_python('print(6*7)') -> {run.text!r} in {1000 * run.seconds:.0f} ms")
-    print("protections missing here:", ", ".join(run.missing) or "none of those it tries")
-    if LIBRARY.exists():
-        tool = Library_Search_Tool()
-        flow = execute(tool, {"query": "atomic number of Iron"})
-        try:
-            next(flow)
-        except StopIteration as stop:  # it asked for nothing, so it is done at once
-            print(f"\n{tool.card}\n\n{stop.value}")
+    print(sandbox_line())
+    for kind in TOOLS:
+        print(f"\n{kind.card.fget(kind)}")
+
+
+def parse_arguments(parameters: dict[str, str], words: list[str], prog: str) -> dict[str, Any]:
+    """A tool's own flags, --name value for each of its inputs, as its arguments."""
+    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
+    for name, declared in parameters.items():
+        kind, _, default = (part.strip() for part in declared.partition("="))
+        read = str if kind == "str" else ast.literal_eval  # True, 3, [1, 2] as Python writes them
+        parser.add_argument(f"--{name}", type=read, required=not default, help=declared,
+                            default=argparse.SUPPRESS)
+    return vars(parser.parse_args(words))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """List the tools, or run one of them with the model that is asked inside it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False, epilog="The tool's inputs are flags: --query, --url, ...")
+    parser.add_argument("tool", nargs="?", choices=[kind.name for kind in TOOLS], metavar="TOOL",
+                        help="the one to run; without it, all are listed")
+    parser.add_argument("--model", default="builtin", help="asked inside the tool [builtin]")
+    parser.add_argument("--corpus", default=str(LIBRARY), help="of Library_Search_Tool, JSONL")
+    parser.add_argument("--contact", default="none given", help="said to the sites that are asked")
+    parser.add_argument("--offline", action="store_true", help="network tools answer `network`")
+    parser.add_argument("--allow_private_hosts", action="store_true", help="a classroom's server")
+    parser.add_argument("--no_cache", action="store_true", help="fetch pages again")
+    options, rest = parser.parse_known_args(arguments)
+    if options.tool is None:
+        if rest:
+            parser.error(f"unknown argument {rest[0]}")
+        show_tools()
+        return 0
+    import agentflow  # here, as it imports this file
+
+    try:
+        (tool,) = make_tools([options.tool], options.offline, options.corpus,
+                             options.allow_private_hosts, options.contact, not options.no_cache)
+        given = parse_arguments(tool.parameters, rest, f"tools.py {tool.name}")
+        backbone = agentflow.load_backbone(options.model)
+    except (ValueError, OSError) as error:
+        return agentflow.fail(error)
+    (result,) = agentflow.drive([execute(tool, given)], [(0,)], backbone, agentflow.Sampling())
+    print(result.output)
+    if result.error != "none":
+        print(f"error: {result.error}", file=sys.stderr)
+    return int(result.error != "none")
 
 
 if __name__ == "__main__":
-    main()
+    import agentflow
+    import tools  # this file under its own name: agentflow.py must meet the same classes
+
+    sys.exit(agentflow.run_command(tools.main))

@@ -36,10 +36,11 @@ import agentflow
 import eval as evaluation
 import flow_grpo
 from modules import planner_ask
+from tools import sandbox_line
 
 
 @dataclass
-class Config:
+class Config(agentflow.ToolFlags):
     """The command line of train.py. Names follow Hugging Face TRL where the meaning is the same;
     the paper's symbol stands in the comment."""
 
@@ -48,8 +49,6 @@ class Config:
     eval_data: str = ""  # held-out questions; default: a tenth of --data, by a hash of the id
     model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
     device: str = "auto"  # auto | cpu | cuda | mps
-    tools: str = "all"  # K: names separated by commas, or "all"
-    offline: bool | None = None  # network tools answer `network`; default: on with built-in parts
     # Roll-outs
     num_questions: int = 8  # Q: questions a step
     num_generations: int = 8  # G: roll-outs a question
@@ -410,6 +409,7 @@ def rollout_record(step, group, number, question, rollout, rows, reward, advanta
                 },
                 "verifier": said(turn.verifier, stop=turn.stop),
                 "seconds": round(kept.seconds, 4),  # as in the memory: plan, command and tool
+                "code": turn.result.code,  # what Python_Coder_Tool ran
             }
         )
     answer = evaluation.extract_answer(rollout.generator.text) or rollout.generator.text.strip()
@@ -454,7 +454,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 # limit that a run may have stopped over.
 MAY_CHANGE = {
     "max_steps", "output_dir", "resume", "save_steps", "eval_steps", "log_rollouts", "device",
-    "micro_batch_tokens", "max_prompt_length",
+    "micro_batch_tokens", "max_prompt_length", "sandbox", "contact", "no_cache",
 }
 
 
@@ -877,7 +877,7 @@ def prepare(config: Config):
             f"--data {config.data} leaves {len(questions)} questions to train on and "
             f"{len(held_out)} held out; both need some. Give more, or name --eval_data."
         )
-    tools = agentflow.tools_from_flags(config.tools, config.offline)
+    tools = agentflow.tools_from_flags(config)
     backbone = agentflow.load_backbone(
         config.model,
         config.device,
@@ -919,6 +919,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"{len(questions)} questions to train on, {len(held_out)} held out; "
         f"{backbone.device}; run folder {run.folder}"
     )
+    if any(tool.name == "Python_Coder_Tool" for tool in tools):
+        print(sandbox_line())
     try:
         train(config, run, questions, held_out, tools, backbone)
     except KeyboardInterrupt:
