@@ -950,8 +950,10 @@ class Http:
         # All that decides what comes back; the key and who we are do not, and are not written.
         asked = [url, options.get("params"), options.get("json"), self.allow_private_hosts]
         name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-        page = self._cached(name) or self._fetch(url, options)
-        self._keep(name, page)
+        page = self._cached(name)
+        if page is None:
+            page = self._fetch(url, options)
+            self._keep(name, page)
         return page
 
     def _cached(self, name: str) -> Page | None:
@@ -967,10 +969,11 @@ class Http:
             return None
 
     def _keep(self, name: str, page: Page) -> None:
-        """Write a page beside its place and rename it; one that was kept already stays as it is."""
-        if not self.cache or (file := self.cache / f"{name}.json").exists():
+        """Write a page beside its place and rename it: nobody reads half of one."""
+        if not self.cache:
             return
         self.cache.mkdir(parents=True, exist_ok=True)
+        file = self.cache / f"{name}.json"
         kept = {"url": page.url, "type": page.headers.get("Content-Type", ""),
                 "body": base64.b64encode(page.body).decode()}
         beside = file.with_suffix(f".{secrets.token_hex(4)}.tmp")

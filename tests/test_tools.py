@@ -3,10 +3,16 @@
 No test needs the network: servers that play a part run on 127.0.0.1, inside the test.
 """
 
+import contextlib
+import dataclasses
+import email.utils
 import gzip
 import json
 import math
+import os
 import re
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -638,6 +644,85 @@ def test_a_body_is_read_only_up_to_its_cap_also_when_it_is_packed(server, monkey
         assert OPEN.fetch(server.base + path).body == b"x" * 100_000
 
 
+def test_retry_after_is_read_as_seconds_or_as_a_date():
+    assert tools.seconds_to_wait("3") == 3.0
+    assert tools.seconds_to_wait("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+    later = email.utils.formatdate(time.time() + 90, usegmt=True)
+    assert 85 < tools.seconds_to_wait(later) <= 91
+    for neither in ("", "soon", "-1", "Wed, 99 Oct 2015"):
+        assert tools.seconds_to_wait(neither) is None
+
+
+def drip(start: bytes):
+    """A server that begins an answer and then sends a byte every 20 ms, for ever."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        with contextlib.suppress(OSError), listening.accept()[0] as talk:
+            talk.recv(10_000)
+            talk.sendall(start)
+            while True:
+                talk.sendall(b"x")
+                time.sleep(0.02)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return listening, thread
+
+
+@pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\nX-Slow: ",
+                                   b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n",
+                                   b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n"])
+def test_a_server_that_drips_for_ever_is_hung_up_on_at_the_deadline(start, monkeypatch):
+    """Every single read is quick; the whole is not. The server sees the connection end."""
+    monkeypatch.setattr(tools, "TOTAL_SECONDS", 0.4)
+    listening, thread = drip(start)
+    started = time.perf_counter()
+    with pytest.raises(tools.ToolError) as caught:
+        OPEN.fetch(f"http://127.0.0.1:{listening.getsockname()[1]}/")
+    assert caught.value.kind == "timeout" and time.perf_counter() - started < 1.5
+    thread.join(2)
+    assert not thread.is_alive(), "the connection is still open"
+    listening.close()
+
+
+def test_pages_are_kept_by_all_that_decides_them_and_never_with_a_key(server, tmp_path):
+    http = dataclasses.replace(OPEN, cache=tmp_path)
+    server.answers["/"] = always("hello", Content_Type="text/plain; charset=utf-8")
+    options = [{}, {"params": {"q": 1}}, {"params": {"q": 2}}, {"json": {"q": 1}}]
+    for _ in range(2):
+        for more in options:
+            headers = {"X-API-KEY": "canary-key"}
+            page = http.fetch(server.base + "/", headers=headers, **more)
+            assert page.text() == "hello" and page.type == "text/plain"
+    assert len(server.requests) == len(options)
+    kept = list(tmp_path.iterdir())
+    assert len(kept) == len(options) and not any("canary" in f.read_text() for f in kept)
+    tools.Http(False, True, cache=tmp_path).fetch(server.base + "/")  # who asks does not matter
+    assert len(server.requests) == len(options)
+    for file in kept:
+        file.write_text("{half a fil")
+    http.fetch(server.base + "/")
+    assert len(server.requests) == len(options) + 1, "what is damaged is fetched again"
+    [good] = [file for file in tmp_path.iterdir() if file.read_text()[-1] == "}"]
+    os.utime(good, (1, 1))
+    http.fetch(server.base + "/")
+    assert len(server.requests) == len(options) + 2, "what is old is fetched again"
+
+
+def test_an_error_is_not_kept_and_a_private_page_is_for_those_who_may_read_it(server, tmp_path):
+    http = dataclasses.replace(OPEN, cache=tmp_path)
+    server.answers["/"] = always("gone", 404)
+    with pytest.raises(tools.ToolError, match="404"):
+        http.fetch(server.base + "/")
+    assert not list(tmp_path.iterdir())
+    server.answers["/"] = always("secret")
+    assert http.fetch(server.base + "/").text() == "secret"
+    with pytest.raises(tools.ToolError) as caught:
+        dataclasses.replace(http, allow_private_hosts=False).fetch(server.base + "/")
+    assert caught.value.kind == "refused"
+
+
 @pytest.mark.parametrize("kind, body, text", [
     ("text/html", "<meta charset=utf-8>Café 中文".encode(), "Café 中文"),
     ("text/html", "Café".encode(), "Café"),
@@ -756,8 +841,52 @@ def test_wikipedia_reports_errors_that_come_with_status_200(server, body, error)
     assert result_of(tool, query="q").error == error
 
 
-def test_the_file_runs_as_a_demo():
-    run = __import__("subprocess").run([sys.executable, tools.__file__], capture_output=True,
-                                       text=True, timeout=60, cwd=Path(tools.__file__).parent)
+def run_file(*words):
+    return subprocess.run([sys.executable, tools.__file__, *words], capture_output=True, text=True,
+                          timeout=120, cwd=Path(tools.__file__).parent)
+
+
+def test_the_file_lists_the_tools_and_their_cards():
+    run = run_file()
     assert run.returncode == 0, run.stderr
-    assert "Python_Coder_Tool" in run.stdout and "'42'" in run.stdout
+    assert "'42'" in run.stdout and "sandbox: " in run.stdout
+    assert all(f"Tool: {kind.name}\n" in run.stdout for kind in tools.TOOLS)
+
+
+@pytest.mark.parametrize("words, code, out, err", [
+    (["Library_Search_Tool", "--query", "atomic number of Iron"], 0, "26", ""),
+    (["Python_Coder_Tool", "--query", "Calculate 23 times 26."], 0, "598", ""),
+    (["Web_Search_Tool", "--query", "q", "--url", "http://127.0.0.1/"], 1, "not a public", "error"),
+    (["Wikipedia_Search_Tool", "--query", "q", "--offline"], 1, "switched off", "network"),
+    (["Web_Search_Tool", "--query", "q"], 2, "", "--url"),
+    (["Library_Search_Tool", "--query", "q", "--corpus", "/nowhere"], 2, "", "cannot be read"),
+    (["No_Tool"], 2, "", "invalid choice"),
+])
+def test_the_file_runs_one_tool(words, code, out, err, monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
+    run = run_file(*words)
+    assert (run.returncode, out in run.stdout, err in run.stderr) == (code, True, True), run
+    assert "Traceback" not in run.stderr
+
+
+def test_strict_refuses_where_a_protection_is_missing(monkeypatch):
+    monkeypatch.setattr(tools, "sandbox_lacks", lambda: ("network namespace",))
+    assert "NOT granted here: network namespace" in tools.sandbox_line()
+    with pytest.raises(ValueError, match="network namespace.*--tools"):
+        tools.make_tools(strict=True)
+    assert tools.make_tools(["Library_Search_Tool"], strict=True) and tools.make_tools()
+    monkeypatch.setattr(tools, "sandbox_lacks", tuple)
+    assert tools.make_tools(strict=True) and "of their own" in tools.sandbox_line()
+
+
+def test_starting_a_program_costs_little_more_than_starting_python():
+    """At most 60 ms over `python -I -c pass`, the medians of nine interleaved runs."""
+    ours, bare = [], []
+    for _ in range(9):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-I", "-c", "pass"], check=True)
+        bare.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        assert tools.run_python("pass").status == "ok"
+        ours.append(time.perf_counter() - started)
+    assert sorted(ours)[4] - sorted(bare)[4] < 0.060
