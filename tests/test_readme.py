@@ -144,3 +144,22 @@ def test_nothing_in_the_tree_looks_like_a_key_or_a_path_of_this_machine():
         text = path.read_text(encoding="utf-8")
         assert not pattern.search(text), name
         assert str(ROOT) + "/" not in text, name
+
+
+def test_the_readmes_own_tool_works_in_fifteen_lines(monkeypatch):
+    import tools
+
+    [block] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in block.splitlines() if line.strip()]) <= 15
+    monkeypatch.setattr(tools, "TOOLS", tools.TOOLS)
+    exec(block, {})
+    assert tools.TOOLS[-1].name == "Roman_Numeral_Tool"
+    (tool,) = tools.make_tools(["Roman_Numeral_Tool"])
+
+    def answer(**arguments):
+        with pytest.raises(StopIteration) as stop:
+            next(tools.execute(tool, arguments))
+        return stop.value.value
+
+    assert [answer(numeral=n).output for n in ("XIV", "MCMXCIX", "IX")] == ["14", "1999", "9"]
+    assert answer(numeral="A").error == "runtime" and answer(numeral=3).error == "bad_arguments"

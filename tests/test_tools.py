@@ -25,8 +25,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import agentflow
 import tools
+import train
 from tests import cases
 from tests.cases import left_over
 
@@ -890,3 +893,73 @@ def test_starting_a_program_costs_little_more_than_starting_python():
         assert tools.run_python("pass").status == "ok"
         ours.append(time.perf_counter() - started)
     assert sorted(ours)[4] - sorted(bare)[4] < 0.060
+
+
+def test_a_flow_in_which_every_tool_misbehaves_still_ends_with_an_answer(server, monkeypatch):
+    """Seven turns, a trouble each; the memory says which, and the metrics count them by kind."""
+    monkeypatch.setenv("SERPER_API_KEY", "canary-key")
+    monkeypatch.setattr(tools, "TOTAL_SECONDS", 0.5)
+    toolset = [tools.Base_Generator_Tool(), tools.Python_Coder_Tool(),
+               *(kind(OPEN) for kind in tools.TOOLS[2:5]), tools.Library_Search_Tool()]
+    base, coder, google, wikipedia, web, library = toolset
+    coder.timeout = 0.5
+    google.url, wikipedia.url = server.base + "/google", server.base + "/wikipedia"
+    server.answers["/google"] = always('{"message": "Unauthorized."}', 403)
+    server.answers["/wikipedia"] = always("busy", 429, Retry_After="3600")
+    server.answers["/pdf"] = always(b"%PDF-1.7", Content_Type="application/pdf")
+    listening, _ = drip(b"HTTP/1.1 200 OK\r\n\r\n")
+    slow = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+    turns = [  # (tool, command, what the model inside it says, kind of error)
+        (base, 'query="q"', "", "runtime"),
+        (coder, 'query="q"', "while True: pass", "timeout"),
+        (google, 'query="q"', None, "missing_key"),
+        (wikipedia, 'query="q"', None, "rate_limited"),
+        (web, f'query="q", url="{server.base}/pdf"', None, "refused"),
+        (web, f'query="q", url="{slow}"', None, "timeout"),
+        (library, 'query="xyzzy"', None, "not_found"),
+    ]
+    left = iter(turns)
+    said = {"analyst": "Summary: s", "verifier": "Conclusion: CONTINUE",
+            "generator": "<answer> 26 </answer>"}
+    now = []
+
+    def say(ask):
+        if ask.module == "planner":
+            now[:] = next(left)
+            return f"Justification: j\nContext: c\nSub-Goal: g\nTool Name: {now[0].name}"
+        if ask.module == "executor":
+            return f"execution = tool.execute({now[1]})"
+        return now[2] if ask.module == "tool" else said[ask.module]
+
+    rollouts = agentflow.roll_out(["q"], 1, agentflow.ScriptedBackbone(say), toolset,
+                                  agentflow.Limits(len(turns)), agentflow.Sampling(), 0, 1)
+    listening.close()
+    (rollout,) = rollouts
+    kinds = [kind for *_, kind in turns]
+    assert [turn.result.error for turn in rollout.turns] == kinds
+    assert all(f"Error: {kind}" in rollout.memory for kind in kinds)
+    assert rollout.turns[1].result.code == "while True: pass"
+    assert rollout.generator.text == said["generator"] and "canary" not in rollout.memory
+    one = torch.ones(1)
+    metrics = train.step_metrics(rollouts, one, one.long(), {}, [], train.Config(), {})
+    assert metrics["tools/errors/timeout"] == 2 and metrics["tools/failure_frequency"] == 1
+    assert all(metrics[f"tools/errors/{kind}"] == kinds.count(kind) for kind in kinds)
+
+
+def test_no_key_stands_in_any_file_of_a_run(server, monkeypatch, tmp_path):
+    """A run that searches with keys set: neither its folder nor the cache holds one."""
+    for name in ("SERPER_API_KEY", "OPENAI_API_KEY", "HF_TOKEN", "OPENAI_BASE_URL"):
+        monkeypatch.setenv(name, "canary-77")
+    monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tools.Google_Search_Tool, "url", server.base + "/search")
+    server.answers["/search"] = always(json.dumps({"organic": [{"title": "T", "snippet": "s"}]}))
+    questions = Path(tools.__file__).parent / "data" / "heldout.jsonl"
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(questions.read_text().splitlines()[:2]))
+    flags = "--max_steps 1 --num_questions 2 --num_generations 2 --tools Google_Search_Tool "
+    flags += f"--no-offline --allow_private_hosts --eval_data {few} --output_dir {tmp_path}/run"
+    assert train.main(flags.split()) == 0
+    assert any(sent.headers["X-API-KEY"] == "canary-77" for sent in server.requests)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.parent.name == "http" for path in files) and len(files) > 10
+    assert not [path for path in files if b"canary-77" in path.read_bytes()]
