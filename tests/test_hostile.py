@@ -142,7 +142,7 @@ HOSTILE = {
 # Without namespaces these read, write or reach what the user can; run_python's docstring says so.
 OUTSIDE = ("{out}", "{secret}", "{port}", "{pid}", "/proc", "-1")
 NEED_NAMESPACES = {name for name in HOSTILE if any(mark in HOSTILE[name] for mark in OUTSIDE)}
-NEED_NAMESPACES |= {"temporary file", "python's own files", "shadow"}
+NEED_NAMESPACES |= {"temporary file", "python's own files", "shadow", "kill its parent", "mount"}
 
 
 @pytest.fixture(scope="module")
