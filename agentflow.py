@@ -352,7 +352,7 @@ def roll_out(
     ids: a number for each question, part of its rows' random numbers; their place by default. A
     question that is asked twice gets new roll-outs the second time: its numbers go on at G.
     """
-    backbone.new_phase()
+    backbone.clear()
     ids = list(range(len(questions))) if ids is None else ids
     again = [ids[:place].count(number) for place, number in enumerate(ids)]
     analyses = drive(
@@ -372,7 +372,9 @@ def roll_out(
         for number, times in zip(ids, again, strict=True)
         for rollout in range(group_size)
     ]
-    return drive(flows, keys, backbone, sampling, deterministic, on_done=on_done)
+    rollouts = drive(flows, keys, backbone, sampling, deterministic, on_done=on_done)
+    backbone.clear()  # the update needs the room
+    return rollouts
 
 
 class ScriptedBackbone:
@@ -387,8 +389,8 @@ class ScriptedBackbone:
         self.asked: list[Ask] = []  # every request so far, in order: what tests look at
         self._waiting: list[Request] = []
 
-    def new_phase(self) -> None:
-        """Nothing is kept from one phase to the next."""
+    def clear(self) -> None:
+        self._waiting.clear()
 
     def submit(self, request: Request) -> None:
         self._waiting.append(request)
@@ -763,7 +765,7 @@ class Lane:
         self.slots = slots
         self.rows: list[Draft] = []
         self.waiting: list[Draft] = []
-        self.kv = self.zeros(slots, 0)
+        self.kv = self.zeros(0, 0)
 
     def zeros(self, rows: int, width: int) -> torch.Tensor:
         """Keys and values (2, layers, rows, H_kv, width, D_head); zeroed, since 0 * NaN is NaN.
@@ -771,12 +773,20 @@ class Lane:
         shape = (2, self.layers, rows, self.kv_heads, width, self.head)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def reserve(self, width: int) -> None:
-        """Make the slots at least this wide, keeping what is in them."""
-        if width > self.kv.shape[4]:
-            old = self.kv
-            self.kv = self.zeros(self.slots, math.ceil(width / WIDTH_STEP) * WIDTH_STEP)
-            self.kv[..., :old.shape[4], :] = old
+    def clear(self) -> None:
+        self.rows, self.waiting, self.kv = [], [], self.zeros(0, 0)
+
+    def reserve(self, rows: int, width: int) -> None:
+        """Make room for so many rows of this width, keeping what is there. It grows in steps, the
+        rows by doubling up to all slots: each step copies, and a few rows need not pay for all."""
+        old = self.kv
+        have = old.shape[2], old.shape[4]
+        if rows > have[0]:
+            rows = min(self.slots, max(rows, 2 * have[0]))
+        if rows > have[0] or width > have[1]:
+            wide = math.ceil(width / WIDTH_STEP) * WIDTH_STEP
+            self.kv = self.zeros(max(rows, have[0]), max(wide, have[1]))
+            self.kv[:, :, :have[0], :, :have[1]] = old
 
 
 class Backbone:
@@ -861,10 +871,13 @@ class Backbone:
         self._greedy = {key: row for key, row in self._greedy.items() if not row.gate}
         self._last_prompts.forget_planner()
 
-    def new_phase(self) -> None:
-        """Forgets what earlier roll-outs asked and were answered, so that a phase computes the same
-        whatever came before it: a run that is resumed here goes on bit for bit."""
+    def clear(self) -> None:
+        """Forgets all requests, answered or not, and frees their keys and values. So the roll-outs
+        of a step are computed alike whatever came before: a resumed run goes on bit for bit."""
+        for lane in self.lanes:
+            lane.clear()
         self._greedy.clear()
+        self._known.clear()
         self._last_prompts.clear()
 
     def _version(self, gate: int) -> int:
@@ -1166,7 +1179,7 @@ class Backbone:
         source = [*range(len(groups)), *(i for i, group in enumerate(groups) for _ in group[1:])]
         free, used = len(lane.rows), len(lane.rows) + len(groups)
         width = max(starts) + max(len(tail) for tail in tails)
-        lane.reserve(width)
+        lane.reserve(free + len(rows), width)
         kv = lane.kv[:, :, free:used, :, :width]
         for i, (start, head) in enumerate(zip(starts, heads, strict=True)):
             kv[:, :, i, :, :start] = head[:, :, 0, :, :start]
@@ -1206,7 +1219,7 @@ class Backbone:
         steps = min(self.stride, max(row.room() for row in rows))
         lengths = [len(row.prompt_ids) + len(row.ids) - 1 for row in rows]  # keys and values so far
         width = max(lengths) + steps
-        lane.reserve(width)
+        lane.reserve(B, width)
         later = torch.arange(steps, device=self.device)[:, None]
         positions = (torch.tensor(lengths, device=self.device) + later)[..., None]  # (steps, B, 1)
         masks = causal_mask(positions, width, lane.dtype)  # (steps, B, 1, 1, width)

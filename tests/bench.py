@@ -297,7 +297,7 @@ class LockStep:
         self.waiting: list[Request] = []
         self.prompt_length = lambda ask: len(prompt_ids(ask))
 
-    def new_phase(self) -> None:
+    def clear(self) -> None:
         """Nothing is kept from one phase to the next."""
 
     def submit(self, request: Request) -> None:

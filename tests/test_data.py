@@ -177,8 +177,8 @@ class Scripted:
     def __init__(self, real, plans):
         self.real, self.plans, self.said = real, plans, []
 
-    def new_phase(self):
-        self.real.new_phase()
+    def clear(self):
+        self.real.clear()
 
     def submit(self, request):
         if request.ask.module == "planner":

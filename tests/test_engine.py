@@ -566,7 +566,7 @@ def test_a_roll_outs_first_prompt_goes_on_from_the_last_one_of_its_group():
         lengths.clear()
 
 
-def test_a_new_phase_knows_no_prompt_and_no_reply_of_the_last_one():
+def test_what_is_cleared_is_no_longer_known():
     made = backbone()
     asked = request("q", flow=(0, 0))
     for _ in range(2):
@@ -576,7 +576,7 @@ def test_a_new_phase_knows_no_prompt_and_no_reply_of_the_last_one():
     lengths = prefilled_tokens(made)
     made.submit(asked)
     assert made.step() == answers and not lengths, "a greedy reply of this phase is known"
-    made.new_phase()
+    made.clear()
     made.submit(asked)
     while not (again := made.step()):
         pass
@@ -705,6 +705,19 @@ def test_slots_grow_with_their_rows_and_keep_what_they_hold():
         oracle = hf_logp(model, reply.prompt_ids, reply.response_ids)
         assert len(reply.logp) == 200
         assert (torch.tensor(reply.logp) - oracle).abs().max() < 1e-4  # 200 tokens of rounding
+
+
+def test_memory_is_taken_for_the_rows_in_flight_and_given_back():
+    """64 slots, 3 rows, then 5 more: room for 3, then for 8; none after `clear`."""
+    made = backbone(slots=64)
+    lane = made.lanes[0]
+    for user, count, room in (("q", 3, 3), ("x", 5, 8)):
+        for i in range(count):
+            made.submit(request(user * (i + 1), max_tokens=40))
+        made.step()
+        assert lane.kv.shape[2] == room and len(lane.rows) == room
+    made.clear()
+    assert lane.kv.numel() == 0 and not lane.rows and not made.step()
 
 
 # ------------------------------------------------------------------------------------- randomness
