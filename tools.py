@@ -784,6 +784,7 @@ OFFLINE = "The network is switched off in this run (--offline)."
 MAX_BYTES = 2_000_000   # of a decoded body; the rest of a page is not read
 CONNECT_SECONDS, READ_SECONDS, TOTAL_SECONDS = 5.0, 10.0, 30.0
 TRIES, HOPS = 3, 5      # requests for one answer; redirects for one request
+HOST_AT_ONCE = 2        # requests to one host
 AGENT = "AgentFlow-from-scratch/1.0 (educational; contact: {contact}) python-requests"
 
 
@@ -925,6 +926,12 @@ def seconds_to_wait(told: str) -> float | None:
         return None
 
 
+@lru_cache(1024)
+def places_at(host: str) -> threading.BoundedSemaphore:
+    """The places of a host, the same for all of this program's requests to it."""
+    return threading.BoundedSemaphore(HOST_AT_ONCE)
+
+
 @dataclass(frozen=True)
 class Http:
     """The one door to the network. `offline` keeps it shut: nothing is even resolved."""
@@ -942,9 +949,11 @@ class Http:
     def fetch(self, url: str, **options: Any) -> Page:
         """GET a page, or POST where `json` is given. Blocks: call it from a Job.
 
-        options: `params`, `json`, `headers`, as in requests. Tries again, a bounded number of
-        times, after a dropped connection, a 429 or a 5xx, and waits as long as Retry-After says.
-        Raises ToolError with the kind and a sentence for everything else than a 2xx.
+        options: `params`, `json`, `headers`, as in requests; `check`: finds the error in an answer
+        with status 200. Tries again, a bounded number of times, after a dropped connection, a 429
+        or a 5xx, and waits as long as Retry-After says. A host is asked by HOST_AT_ONCE flows at a
+        time: more are answered with 429. Raises ToolError with the kind and a sentence for
+        everything else than a 2xx.
         """
         self.require()
         # All that decides what comes back; the key and who we are do not, and are not written.
@@ -952,7 +961,8 @@ class Http:
         name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         page = self._cached(name)
         if page is None:
-            page = self._fetch(url, options)
+            with places_at(url.partition("://")[2].partition("/")[0]):
+                page = self._fetch(url, options)
             self._keep(name, page)
         return page
 
@@ -987,7 +997,7 @@ class Http:
             wait = 0.5 * 2 ** (attempt - 1)
             try:
                 page = self._follow(url, end, options)
-                problem = status_error(page)
+                problem = status_error(page) or options.get("check", lambda _: None)(page)
                 told = seconds_to_wait(page.headers.get("Retry-After", "").strip())
                 wait = wait if told is None else told
             # The message of requests' errors holds the whole address: say the kind only.
@@ -1157,7 +1167,7 @@ class Python_Coder_Tool(Tool):
     best_practices = "Say the whole calculation in words or as a formula; do not write code."
     job_seconds = None            # the sandbox has its own clock, and waiting for a place is free
     run_python = staticmethod(run_python)
-    timeout = 5.0
+    timeout = 10.0                # the paper's
 
     def run(self, query: str):
         reply = yield Ask("tool", CODER_SYSTEM, REQUEST.format(query=query))
@@ -1233,8 +1243,7 @@ class Wikipedia_Search_Tool(Tool):
 
     def run(self, query: str):
         self.http.require()
-        found = yield Job(lambda: self.api(list="search", srsearch=query, srlimit=10,
-                                           srprop="snippet"))
+        found = yield Job(lambda: self.api(list="search", srsearch=query, srlimit=10, srprop=""))
         titles = [hit["title"] for hit in found.get("search", [])]
         if not titles:
             return ToolResult(f"Wikipedia has no page for {query!r}.", "not_found")
@@ -1253,13 +1262,19 @@ class Wikipedia_Search_Tool(Tool):
 
     def api(self, **parameters) -> dict:
         """The `query` part of an answer. MediaWiki reports its errors with status 200."""
-        answer = self.http.fetch(self.url, params={
-            "action": "query", "format": "json", "formatversion": 2, **parameters}).json()
-        if "error" in answer:
-            code, info = (str(answer["error"].get(name, "")) for name in ("code", "info"))
-            busy = code in ("maxlag", "ratelimited") or "queue is full" in info
-            raise ToolError("rate_limited" if busy else "network", f"Wikipedia says: {info}")
-        return answer.get("query", {})
+        page = self.http.fetch(self.url, check=self.problem, params={
+            "action": "query", "format": "json", "formatversion": 2, **parameters})
+        return page.json().get("query", {})
+
+    @staticmethod
+    def problem(page: Page) -> ToolError | None:
+        """The error that an answer with status 200 reports, None for none."""
+        error = page.json().get("error")
+        if error is None:
+            return None
+        code, info = (str(error.get(name, "")) for name in ("code", "info"))
+        busy = code in ("maxlag", "ratelimited") or "queue is full" in info or "timed out" in info
+        return ToolError("rate_limited" if busy else "refused", f"Wikipedia says: {info}")
 
     def page(self, title: str, query: str) -> str:
         """`Title (address): text` with the passages of a page that fit the query best."""

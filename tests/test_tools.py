@@ -832,16 +832,35 @@ def test_wikipedia_reads_the_pages_that_the_model_picks_with_titles_verbatim(ser
     assert result_of(tool, query="zz").error == "not_found"
 
 
-@pytest.mark.parametrize("body, error", [
-    ('{"error": {"code": "maxlag", "info": "Waiting"}}', "rate_limited"),
-    ('{"error": {"code": "badvalue", "info": "No such thing"}}', "network"),
-    ("not json", "network"),
+@pytest.mark.parametrize("body, error, tries", [
+    ('{"error": {"code": "maxlag", "info": "Waiting"}}', "rate_limited", 3),
+    ('{"error": {"code": "x", "info": "HTTP request timed out."}}', "rate_limited", 3),
+    ('{"error": {"code": "badvalue", "info": "No such thing"}}', "refused", 1),
+    ("not json", "network", 1),
 ])
-def test_wikipedia_reports_errors_that_come_with_status_200(server, body, error):
-    tool = tools.Wikipedia_Search_Tool(OPEN)
+def test_wikipedia_reports_errors_that_come_with_status_200(server, tmp_path, body, error, tries):
+    """A busy server is asked again, as Retry-After says; none of these answers is kept."""
+    tool = tools.Wikipedia_Search_Tool(dataclasses.replace(OPEN, cache=tmp_path))
     tool.url = server.base + "/api"
-    server.answers["/api"] = always(body)
+    server.answers["/api"] = always(body, Retry_After="0")
     assert result_of(tool, query="q").error == error
+    assert len(server.requests) == tries and not list(tmp_path.iterdir())
+
+
+def test_a_host_is_asked_by_a_few_flows_at_a_time_and_all_are_answered(server):
+    now, most = [0], [0]
+
+    def slow(state):
+        now[0] += 1
+        most[0] = max(most[0], now[0])
+        time.sleep(0.02)
+        now[0] -= 1
+        return 200, {}, b"ok"
+
+    server.answers["/"] = slow
+    with ThreadPoolExecutor(16) as pool:
+        pages = list(pool.map(lambda i: OPEN.fetch(server.base + "/", params={"i": i}), range(16)))
+    assert [page.body for page in pages] == [b"ok"] * 16 and most[0] <= tools.HOST_AT_ONCE
 
 
 def run_file(*words):
