@@ -616,18 +616,23 @@ def scaling(options) -> list[dict]:
     slots, width = kv.shape[2], kv.shape[4]
     print(f"scaling | keys and values: {kv.nbytes / slots / width:.0f} bytes a token of a slot, "
           f"{kv.nbytes / 1e6:.0f} MB for {slots} slots of {width}")
-    memory = {}
-    for n in (1, 4):
-        hidden = torch.randn(1024, 256, device=options.device, requires_grad=True)
-        weight = torch.randn(32_000 * n, 256, device=options.device)
-        targets = torch.randint(32_000, (1024,), device=options.device)
-
-        def run(hidden=hidden, weight=weight, targets=targets):
-            flow_grpo.linear_logprobs(hidden, weight, targets)[0].sum().backward()
-
-        memory[f"x{n}"] = [peak_memory(run, options.device) / 1e6 for _ in range(options.runs)]
+    memory = {f"x{n}": [memory_of("scaling", side, options) / 1e6 for _ in range(options.runs)]
+              for side, n in enumerate(VOCABULARIES)}
     report("vocabulary", memory, "MB")
     return rows
+
+
+VOCABULARIES = (1, 4)  # times 32,000 tokens
+
+
+def vocabulary(options, side: int) -> Side:
+    """Log-probs and their backward over one of these vocabularies: for its memory."""
+    V = 32_000 * VOCABULARIES[side]
+    hidden = torch.randn(1024, 256, device=options.device, requires_grad=True)  # (M, D)
+    weight = torch.randn(V, 256, device=options.device)  # (V, D)
+    targets = torch.randint(V, (1024,), device=options.device)  # (M,)
+    return Side("ours", lambda: flow_grpo.linear_logprobs(hidden, weight, targets)[0].sum()
+                .backward())
 
 
 def decode_limit(model, lane, B: int, context: int, device: str) -> Callable[[], float]:
@@ -716,7 +721,8 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.utils.logging.set_verbosity_error()
     warnings.simplefilter("ignore")  # the peers' about their own next versions
     if options.side is not None:
-        side = BENCHES[options.name](options).sides[options.side]
+        side = (vocabulary(options, options.side) if options.name == "scaling"
+                else BENCHES[options.name](options).sides[options.side])
         print(peak_memory(side.run, options.device))
         return 0
     print(f"{options.device}, {options.threads} threads, torch {torch.__version__}, transformers "
