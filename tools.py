@@ -462,6 +462,10 @@ def bind(path, new, read_only=True):
     if os.path.islink(path):
         os.makedirs(os.path.dirname(new + path), exist_ok=True)
         os.symlink(os.readlink(path), new + path)
+    elif read_only and os.path.isdir(path) and os.stat(path).st_mode & 5 != 5:
+        os.makedirs(new + path, exist_ok=True)             # its owner's alone: what is in it, then,
+        for name in os.listdir(path):                      # in a folder that all can enter
+            bind(path + "/" + name, new)
     elif os.path.exists(path):
         if os.path.isdir(path):
             os.makedirs(new + path, exist_ok=True)
@@ -510,7 +514,9 @@ if not any(name + " namespace" in missing for name in spaces):
 if user == 0:
     try:
         os.seteuid(somebody)                               # on trial: can it read Python's files?
-        open(os.__file__).close()
+        for path in (os.__file__, sys.executable, *sys.path):
+            if os.path.lexists(path) or path == sys.executable:
+                os.close(os.open(path, os.O_RDONLY))
         os.seteuid(0)
         os.setgroups([]), os.setgid(somebody), os.setuid(somebody)
     except OSError as error:

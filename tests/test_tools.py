@@ -396,6 +396,20 @@ def test_a_program_in_its_namespaces_has_no_network_and_cannot_signal_the_parent
     assert "ProcessLookupError" in run.message
 
 
+def test_a_python_in_a_folder_that_is_its_owners_alone_starts_all_the_same(
+    sandbox, monkeypatch, tmp_path
+):
+    """An environment made in a folder of mode 0700, as mktemp -d makes it."""
+    venv = tmp_path / "venv"
+    venv.mkdir(mode=0o700)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    monkeypatch.setattr(sys, "executable", str(venv / "bin" / "python"))
+    run = tools.run_python("import subprocess, sys\nprint(sys.prefix)\nsubprocess.run("
+                           "[sys.executable, '-c', 'print(5)'], stderr=subprocess.STDOUT)")
+    assert run.stdout == f"{venv}\n5\n", run
+    assert run.missing == tools.sandbox_lacks()
+
+
 def test_missing_protections_are_listed_and_one_that_fails_does_not_skip_the_others(sandbox):
     """Without namespaces they are named, and the memory limit holds all the same."""
     run = tools.run_python("bytearray(4 * 10**9)", namespaces=False)
