@@ -151,6 +151,9 @@ class Tool:
     key: str | None = None              # environment variable without which it cannot work
     job_seconds: float | None = JOB_SECONDS  # None: the tool's jobs bound themselves
 
+    def __init__(self, http: "Http | None" = None) -> None:
+        self.http = http or Http()  # the door to the network; shut where none is given
+
     @property
     def card(self) -> str:
         """The whole card as the executor reads it, a field a line."""
@@ -356,8 +359,9 @@ def read_library(path: str | Path) -> list[str]:
     passages = []
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # not splitlines: U+2028
-    except OSError as error:
-        raise ValueError(f"The library {path} cannot be read: {error.strerror}. "
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not in UTF-8"
+        raise ValueError(f"The library {path} cannot be read: {reason}. "
                          "Give a JSONL file, or leave Library_Search_Tool out.") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -1196,9 +1200,6 @@ class Google_Search_Tool(Tool):
     key = "SERPER_API_KEY"
     url = "https://google.serper.dev/search"
 
-    def __init__(self, http: Http | None = None) -> None:
-        self.http = http or Http()
-
     def run(self, query: str, add_citations: bool = True):
         self.http.require()
         key = os.environ.get(self.key, "")
@@ -1243,9 +1244,6 @@ class Wikipedia_Search_Tool(Tool):
     best_practices = "Name the person, place or thing, and the fact that you want."
     needs_network = True
     url = "https://en.wikipedia.org/w/api.php"
-
-    def __init__(self, http: Http | None = None) -> None:
-        self.http = http or Http()
 
     def run(self, query: str):
         self.http.require()
@@ -1313,9 +1311,6 @@ class Web_Search_Tool(Tool):
     best_practices = "Take the address from a search result; never make one up."
     needs_network = True
 
-    def __init__(self, http: Http | None = None) -> None:
-        self.http = http or Http()
-
     def run(self, query: str, url: str):
         self.http.require()
         page = yield Job(lambda: self.http.fetch(url))
@@ -1375,7 +1370,17 @@ def make_tools(names: list[str] | None = None, offline: bool = True,
     if unknown or names == []:
         problem = f"{unknown[0]!r} is no tool" if unknown else "A run needs at least one tool"
         raise ValueError(f"{problem}. Choose from: {', '.join(known)}.")
-    http = Http(offline, allow_private_hosts, contact, cache_folder() / "http" if cache else None)
+    if not contact.strip() or not contact.isprintable():
+        raise ValueError("--contact is a mail address or a page, in one line.")
+    pages = cache_folder() / "http" if cache and not offline else None
+    try:
+        if pages:
+            pages.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"Web pages cannot be kept in {pages} ({error.strerror}): set "
+                         "AGENTFLOW_CACHE to a folder that can be written, or add --no_cache."
+                         ) from error
+    http = Http(offline, allow_private_hosts, contact, pages)
     tools: list[Tool] = []
     for kind in TOOLS:
         if names is not None and kind.name not in names:
@@ -1383,14 +1388,11 @@ def make_tools(names: list[str] | None = None, offline: bool = True,
         if kind.key and not offline and not os.environ.get(kind.key):
             raise ValueError(f"{kind.name} needs {kind.key}. Set it, leave the tool out with "
                              "--tools, or run with --offline.")
-        if kind is Python_Coder_Tool and strict and sandbox_lacks():
+        if issubclass(kind, Python_Coder_Tool) and strict and sandbox_lacks():
             raise ValueError("--sandbox strict: this machine does not grant "
                              f"{', '.join(sandbox_lacks())}. Leave {kind.name} out with --tools, "
                              "or run without strict.")
-        if kind.needs_network:
-            tools.append(kind(http))
-        else:
-            tools.append(kind(library) if kind is Library_Search_Tool else kind())
+        tools.append(kind(library if issubclass(kind, Library_Search_Tool) else http))
     return tools
 
 
@@ -1434,6 +1436,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--offline", action="store_true", help="network tools answer `network`")
     parser.add_argument("--allow_private_hosts", action="store_true", help="a classroom's server")
     parser.add_argument("--no_cache", action="store_true", help="fetch pages again")
+    parser.add_argument("--sandbox", default="auto", choices=["auto", "strict"],
+                        help="strict: no program unless every protection holds")
     options, rest = parser.parse_known_args(arguments)
     if options.tool is None:
         if rest:
@@ -1444,12 +1448,15 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         (tool,) = make_tools([options.tool], options.offline, options.corpus,
-                             options.allow_private_hosts, options.contact, not options.no_cache)
+                             options.allow_private_hosts, options.contact, not options.no_cache,
+                             options.sandbox == "strict")
         given = parse_arguments(tool.parameters, rest, f"tools.py {tool.name}")
         backbone = agentflow.load_backbone(options.model)
     except (ValueError, OSError) as error:
         return agentflow.fail(error)
     (result,) = agentflow.drive([execute(tool, given)], [(0,)], backbone, agentflow.Sampling())
+    if result.code:
+        print(f"{result.code.rstrip()}\n---")
     print(result.output)
     if result.error != "none":
         print(f"error: {result.error}", file=sys.stderr)

@@ -905,6 +905,30 @@ def test_the_file_runs_one_tool(words, code, out, err, monkeypatch, tmp_path):
     assert "Traceback" not in run.stderr
 
 
+def test_flags_that_cannot_work_are_refused_at_the_start(tmp_path, monkeypatch):
+    for contact in ("", " ", "a@b.example\nX-Evil: 1"):
+        with pytest.raises(ValueError, match="--contact"):
+            tools.make_tools(contact=contact)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="AGENTFLOW_CACHE.*--no_cache"):
+        tools.make_tools(["Web_Search_Tool"], offline=False, cache=True)
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "Café"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match="latin.jsonl.*UTF-8"):
+        tools.make_tools(["Library_Search_Tool"], library=tmp_path / "latin.jsonl")
+
+
+def test_an_own_tool_gets_the_network_the_corpus_and_the_strictness_of_its_kind(monkeypatch):
+    net = type("Net_Tool", (tools.Tool,), {"name": "Net_Tool", "needs_network": True})
+    coder = type("My_Coder", (tools.Python_Coder_Tool,), {"name": "My_Coder"})
+    monkeypatch.setattr(tools, "TOOLS", (*tools.TOOLS, net, coder))
+    monkeypatch.setattr(tools, "sandbox_lacks", lambda: ("file namespace",))
+    (made,) = tools.make_tools(["Net_Tool"], offline=False, contact="me@example.org")
+    assert made.http.contact == "me@example.org" and not made.http.offline
+    with pytest.raises(ValueError, match="strict"):
+        tools.make_tools(["My_Coder"], strict=True)
+
+
 def test_strict_refuses_where_a_protection_is_missing(monkeypatch):
     monkeypatch.setattr(tools, "sandbox_lacks", lambda: ("network namespace",))
     assert "NOT granted here: network namespace" in tools.sandbox_line()
