@@ -313,8 +313,9 @@ def drive(
         if owners:
             finished = backbone.step()
             answered += [(owners.pop(id(request)), reply) for request, reply in finished]
-        if jobs:  # with a model at work, only look; without, sleep until something is done
-            wait(jobs, timeout=0 if owners else None, return_when=FIRST_COMPLETED)
+        if jobs:  # while any flow can go on, only look; else sleep until a job is done
+            busy = owners or (answered and not deterministic)
+            wait(jobs, timeout=0 if busy else None, return_when=FIRST_COMPLETED)
             answered += [(jobs.pop(job), job.result()) for job in list(jobs) if job.done()]
     return results
 
