@@ -38,6 +38,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import requests
 import torch
 import torch.nn.functional as F
 import transformers
@@ -65,7 +66,18 @@ from modules import (
     planner_ask,
     verifier_ask,
 )
-from tools import LIBRARY, Ask, Job, Tool, ToolResult, cache_folder, execute, make_tools
+from tools import (
+    LIBRARY,
+    Ask,
+    Job,
+    Tool,
+    ToolResult,
+    cache_folder,
+    clip_middle,
+    execute,
+    make_tools,
+    seconds_to_wait,
+)
 
 ATTENTION = "agentflow"  # the name under which Hugging Face's layers find our attention function
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # PEFT's names
@@ -267,7 +279,7 @@ def drive(
     backbone,
     sampling: Sampling,
     deterministic: bool = False,
-    on_done: Callable[[int], None] = lambda index: None,
+    on_done: Callable[[int, Any], None] = lambda index, result: None,
 ) -> list:
     """Run many coroutines at once on one backbone; what they return, in their order.
 
@@ -276,6 +288,7 @@ def drive(
     deterministic: replies and tool results enter in the flows' order, round by round, so that two
         runs put the same rows into the same batches and agree bit for bit. Otherwise whatever is
         ready goes on, and batched sums may round differently.
+    A backbone may answer with an exception: it is raised where the flow asked.
     Blocking jobs run in threads of their own, WORKERS at a time: unless `deterministic`, the model
     never waits for a web page. Nor does Python at its end: after Ctrl-C they are left behind.
     """
@@ -289,7 +302,8 @@ def drive(
     def advance(index: int, answer: Any) -> None:
         """Send a flow its answer, and pass on what it wants next."""
         try:
-            wanted = flows[index].send(answer)
+            go_on = flows[index].throw if isinstance(answer, Exception) else flows[index].send
+            wanted = go_on(answer)
             while not isinstance(wanted, Job):
                 request = sampling.request(wanted, keys[index], calls[index])
                 try:
@@ -303,7 +317,7 @@ def drive(
             jobs[in_background(wanted.run, places)] = index
         except StopIteration as end:
             results[index] = end.value
-            on_done(index)
+            on_done(index, end.value)
 
     while answered or owners or jobs:
         if not deterministic or not (owners or jobs):  # in rounds: wait for all of a round
@@ -346,7 +360,7 @@ def roll_out(
     step: int,
     ids: list[int] | None = None,
     deterministic: bool = False,
-    on_done: Callable[[int], None] = lambda index: None,
+    on_done: Callable[[int, Any], None] = lambda index, result: None,
 ) -> list[Rollout]:
     """Q questions x G roll-outs, group by group: [q0 r0, q0 r1, ..., q1 r0, ...].
 
@@ -385,6 +399,8 @@ class ScriptedBackbone:
     A token is a character here, and every log-prob is 0.
     """
 
+    limit = 2**31  # tokens of prompt and reply
+
     def __init__(self, replies: dict[str, list[str]] | Callable[[Ask], str]) -> None:
         self.replies = replies
         self.asked: list[Ask] = []  # every request so far, in order: what tests look at
@@ -414,6 +430,94 @@ class ScriptedBackbone:
 
     def prompt_length(self, ask: Ask) -> int:
         return len(ask.system) + len(ask.user)
+
+
+class RemoteBackbone:
+    """The same interface over HTTP: any server that speaks OpenAI's chat completions, as vLLM does.
+
+    For modules that are not trained: it gives text, without ids and log-probs. Each request has a
+    thread of its own, WORKERS at a time; the server does the batching. The key is the
+    environment's OPENAI_API_KEY.
+    """
+
+    limit = 2**31  # tokens of prompt and reply: the server knows its own
+    TRIES = 5
+
+    def __init__(self, url: str, model: str = "", timeout: float = 600.0) -> None:
+        """url: up to and with "/v1". model: as served; "": the only one that is served. Raises
+        ValueError where it serves no such model, ConnectionError where nothing answers."""
+        self.url, self.timeout = url.rstrip("/"), timeout
+        self._places = threading.BoundedSemaphore(WORKERS)
+        self._pending: dict[Future, Request] = {}
+        served = [str(entry["id"]) for entry in self._call("models").get("data") or []]
+        if not model and len(served) != 1:
+            raise ValueError(f"{self.url} serves {', '.join(served) or 'nothing'}: name one model.")
+        if model and served and model not in served:
+            raise ValueError(f"{self.url} serves {', '.join(served)}, and no model {model!r}.")
+        self.model = model or served[0]
+
+    def clear(self) -> None:
+        self._pending.clear()
+
+    def submit(self, request: Request) -> None:
+        self._pending[in_background(lambda: self.reply(request), self._places)] = request
+
+    def step(self) -> list[tuple[Request, Reply | Exception]]:
+        """What has been answered by now; waits a moment where nothing has."""
+        done, _ = wait(self._pending, timeout=0.05, return_when=FIRST_COMPLETED)
+        return [(self._pending.pop(job), job.exception() or job.result()) for job in done]
+
+    def reply(self, request: Request) -> Reply:
+        """Ask and wait. Raises ValueError where the server refuses this request (the prompt is too
+        long), ConnectionError where it cannot be reached or goes on failing."""
+        ask = request.ask
+        body = {
+            "model": self.model,
+            "messages": [
+                {"role": "system", "content": ask.system},
+                {"role": "user", "content": ask.user},
+            ],
+            "temperature": request.temperature,
+            "max_tokens": request.max_tokens,
+            "seed": row_seed(request.key) % 2**31,
+        }
+        answer = self._call("chat/completions", body)
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] or ""  # null: a refusal, or a call of its own tools
+            finished = choice["finish_reason"] != "length"
+        except (KeyError, IndexError, TypeError) as error:
+            raise ConnectionError(f"{self.url} gave no chat completion: {error!r}") from error
+        return Reply(text, [], [], [], finished, ask)
+
+    def _call(self, path: str, body: dict | None = None) -> dict:
+        """GET, or POST with a body. Busy and broken servers are asked again, later each time."""
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        for attempt in range(self.TRIES):
+            told = None  # seconds, by the server
+            try:
+                response = requests.request(
+                    "POST" if body else "GET", f"{self.url}/{path}", json=body, headers=headers,
+                    timeout=(10, self.timeout), allow_redirects=False,
+                )  # fmt: skip
+                if response.status_code == 200:
+                    return response.json()
+                problem = f"HTTP {response.status_code}: {clip_middle(response.text, 300)}"
+                if response.status_code in (401, 403):
+                    raise ConnectionError(f"{self.url} wants another OPENAI_API_KEY ({problem})")
+                if response.status_code < 500 and response.status_code not in (408, 409, 429):
+                    raise ValueError(f"{self.url}/{path} refused the request ({problem})")
+                told = seconds_to_wait(response.headers.get("Retry-After", ""))
+            except requests.RequestException as error:  # also an answer that is no JSON
+                problem = f"{type(error).__name__}: {error}"
+            if attempt < self.TRIES - 1:
+                time.sleep(min(60.0, 2.0**attempt if told is None else told))
+        raise ConnectionError(f"{self.url} failed {self.TRIES} times; the last: {problem}")
+
+    def prompt_length(self, ask: Ask) -> int:
+        """Tokens, roughly: three characters each, on the safe side for English."""
+        return (len(ask.system) + len(ask.user)) // 3
 
 
 # ------------------------------------------------------------------------------------------------

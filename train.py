@@ -697,7 +697,7 @@ def train_step(
             step=step,
             ids=places,
             deterministic=config.deterministic,
-            on_done=lambda _: bar.update(),
+            on_done=lambda index, rollout: bar.update(),
         )
     rolled = time.perf_counter()
     # 2. Outcome: one number a roll-out, broadcast unchanged to all of its turns
