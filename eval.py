@@ -14,27 +14,41 @@ merely close.
 from __future__ import annotations
 
 import argparse
+import bisect
+import csv
 import dataclasses
 import gzip
 import hashlib
+import importlib.util
+import io
+import itertools
 import json
 import math
+import os
 import re
 import string
 import sys
+import time
 import unicodedata
+import warnings
 import zlib
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
+from numbers import Real
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import requests
 from tqdm import tqdm
 
 import agentflow
 from modules import drop_thinking
+from tools import cache_folder, seconds_to_wait
 
 # ------------------------------------------------------------------------------------------------
 # The final answer of a reply
@@ -260,6 +274,15 @@ REFERENCE_FIELDS = (
     "answer", "answers", "result", "solution", "ground_truth", "golden_answers", "target",
 )
 ID_FIELDS = ("id", "pid", "idx", "_id")
+CHOICE_FIELDS = ("choices", "options")
+KINDS = ("auto", "text", "math", "mc", "gaia", "game24")
+METRICS = (None, "em", "f1", "f1_hotpot")
+LETTERS = string.ascii_uppercase
+# Some public copies glue this to the question, and a search tool would be sent it.
+_INSTRUCTION = re.compile(
+    r"\s*When ready, output the (?:final )?answer enclosed in <answer> and </answer> tags\..*\Z",
+    re.DOTALL | re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -267,20 +290,37 @@ class Question:
     """A question with its reference answers (aliases: any of them is right)."""
 
     id: str
-    text: str
+    text: str  # what the flow is asked: of multiple choice with the options below, one a line
     references: list[str]
-    kind: str = "all"  # what the table groups by; no influence on the score
+    group: str = "all"  # what the table groups by; no influence on the score
+    kind: str = "auto"  # how it is scored: one of KINDS; auto: by what the references look like
+    choices: tuple[str, ...] | None = None  # of "mc": the options, A first; references are letters
+    numbers: tuple[int, ...] | None = None  # of "game24"
+    metric: str | None = None  # of "text": one of METRICS
+    source: str = ""  # the set or the file that it comes from
+    own: Callable | None = field(default=None, repr=False, compare=False)  # see with_reward
 
     def reward(self, response: str | None) -> float:
-        """R in {0, 1}: the verifiable outcome of the whole roll-out. Nothing else is rewarded.
+        """R in 0..1: the verifiable outcome of the whole roll-out. Nothing else is rewarded.
 
-        Numbers are compared as numbers, everything else as normalised text.
+        Kind "auto": numbers are compared as numbers, everything else as normalised text. NaN where
+        a reward function of one's own failed: then nobody knows how right the reply is.
         """
-        numbers = [item for item in self.references if _number(_bare(item)) is not None]
-        texts = [item for item in self.references if item not in numbers]
+        if self.own:
+            try:
+                return own_reward(self.own, response or "", self)
+            except ValueError as error:
+                warnings.warn(f"--reward: {error} Such roll-outs have no reward.", stacklevel=2)
+                return math.nan
+        if self.kind != "auto":
+            choices, numbers = (value and list(value) for value in (self.choices, self.numbers))
+            how = {"choices": choices, "numbers": numbers, "metric": self.metric}
+            return score(self.kind, response, self.references, **how)
+        numeric = [item for item in self.references if _number(_bare(item)) is not None]
+        texts = [item for item in self.references if item not in numeric]
         return max(
-            score("math", response, numbers) if numbers else 0.0,
-            score("text", response, texts) if texts else 0.0,
+            score("math", response, numeric) if numeric else 0.0,
+            score("text", response, texts, metric=self.metric) if texts else 0.0,
         )
 
 
@@ -295,7 +335,7 @@ def load_questions(path: str | Path) -> list[Question]:
     except OSError as error:
         raise ValueError(
             f"The question file {path} cannot be read ({error.strerror}). Give a JSON or JSONL "
-            'file, or "builtin".'
+            f'file, "builtin", or names of sets: {", ".join([*BENCHMARKS, *TRAINING])}.'
         ) from error
     try:
         if raw[:2] == b"\x1f\x8b":  # gzip, whatever the name says
@@ -305,7 +345,7 @@ def load_questions(path: str | Path) -> list[Question]:
         raise ValueError(f"{path} is no UTF-8 text, gzipped or not: {error}.") from error
     try:
         questions = [
-            read_question(record, f"{path}, line {line}", line)
+            read_question(record, f"{path}, line {line}", line, path.name)
             for line, record in records(text, path)
         ]
     except RecursionError as error:
@@ -323,7 +363,7 @@ def load_questions(path: str | Path) -> list[Question]:
     return questions
 
 
-def records(text: str, path: Path) -> list[tuple[int, object]]:
+def records(text: str, path: str | Path) -> list[tuple[int, object]]:
     """(line, record) of a JSON list or of JSON lines."""
     if text.lstrip().startswith("["):
         try:
@@ -341,7 +381,7 @@ def records(text: str, path: Path) -> list[tuple[int, object]]:
     return found
 
 
-def read_question(record: object, where: str, line: int) -> Question:
+def read_question(record: object, where: str, line: int, source: str = "") -> Question:
     """One record as a Question; a sentence for each way in which it can be none."""
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a JSON object with question and answer is needed.")
@@ -349,25 +389,63 @@ def read_question(record: object, where: str, line: int) -> Question:
     def first(fields: tuple[str, ...]):
         return next((record[name] for name in fields if record.get(name) is not None), None)
 
-    text, reference, identity = map(first, (QUESTION_FIELDS, REFERENCE_FIELDS, ID_FIELDS))
-    if not isinstance(text, str) or not text.strip():
+    text, reference, identity, options = map(
+        first, (QUESTION_FIELDS, REFERENCE_FIELDS, ID_FIELDS, CHOICE_FIELDS)
+    )
+    if isinstance(text, list) and text and isinstance(text[-1], dict):
+        text = text[-1].get("content")  # a conversation, as TRL's sets have it
+    text = _INSTRUCTION.sub("", text).strip() if isinstance(text, str) else ""
+    if not text:
         raise ValueError(f"{where}: no question; one of {', '.join(QUESTION_FIELDS)} is needed.")
+    kind, group, metric, numbers = map(record.get, ("kind", "group", "metric", "numbers"))
+    kind = kind or ("auto" if options is None else "mc")
+    check_kind(kind, metric, options, numbers, where)
     references = reference if isinstance(reference, list) else [reference]
-    references = [reference_text(item, where) for item in references if item is not None]
+    references = [item for item in references if item is not None]
+    choices = None
+    if kind == "mc":
+        named = read_choices(options, where)
+        references = [letter_of(item, named, where) for item in references]
+        choices = tuple(option for _, option in named)
+        text = "\n".join([text, *(f"{a}) {b}" for a, b in zip(LETTERS, choices, strict=False))])
+    references = [reference_text(item, where) for item in references]
     references = list(dict.fromkeys(item for item in references if item))
+    if not references and kind == "game24":
+        references = ["24"]
     if not references:
         raise ValueError(f"{where}: no answer; one of {', '.join(REFERENCE_FIELDS)} is needed.")
-    kind = record.get("kind")
+    question = Question(
+        str(line if identity is None else identity),
+        text,
+        references,
+        "all" if group is None else str(group),
+        kind,
+        choices,
+        tuple(numbers) if kind == "game24" else None,
+        metric,
+        source,
+    )
     try:
-        json.dumps([text, references, kind, identity], ensure_ascii=False).encode()
+        json.dumps(dataclasses.astuple(question), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # half of a pair of surrogates: no file could hold it
         raise ValueError(f"{where}: {error.object[error.start]!r} is no character.") from error
-    return Question(
-        str(line if identity is None else identity),
-        text.strip(),
-        references,
-        kind if isinstance(kind, str) else "all",
-    )
+    return question
+
+
+def check_kind(kind, metric, options, numbers, where: str) -> None:
+    """Raises ValueError where a record asks for a scoring that there is not, or lacks its part."""
+    if kind not in KINDS:
+        raise ValueError(
+            f"{where}: kind is {kind!r}; use one of {', '.join(KINDS)}, or leave it out. What a "
+            "table shall group by stands in group."
+        )
+    if metric not in METRICS:
+        raise ValueError(f"{where}: metric is {metric!r}; use em, f1 or f1_hotpot.")
+    if (options is not None) != (kind == "mc"):
+        raise ValueError(f"{where}: choices and kind mc need each other; kind is {kind}.")
+    right = isinstance(numbers, list) and len(numbers) == 4 and {*map(type, numbers)} == {int}
+    if kind == "game24" and not right:
+        raise ValueError(f"{where}: numbers is {numbers!r}; kind game24 needs four integers.")
 
 
 def reference_text(item: object, where: str) -> str:
@@ -381,21 +459,627 @@ def reference_text(item: object, where: str) -> str:
     return str(item).strip()
 
 
+def read_choices(options: object, where: str) -> list[tuple[set, str]]:
+    """(what a reference may call it, text) of each option of a list or a dict, A first.
+
+    Names are the letter and the index from 0 (of a list), or the key (of a dict). An option that
+    is null is none, but those after it keep their names. "A. " is dropped where all texts begin so.
+    """
+    if isinstance(options, list):
+        items = [({LETTERS[i % 26], i}, option) for i, option in enumerate(options)]
+    else:
+        pairs = options.items() if isinstance(options, dict) else ()
+        items = [({str(key).strip().upper()}, option) for key, option in pairs]
+    items = [(names, option) for names, option in items if option is not None]
+    named = [(names, " ".join(reference_text(option, where).split())) for names, option in items]
+    if not 2 <= len(named) <= len(options) <= 26 or not all(option for _, option in named):
+        raise ValueError(f"{where}: choices must be a list or an object of 2 to 26 texts.")
+    mark = re.compile(r"\(?([A-Za-z])[.):]\s+(?=\S)")
+    if all((m := mark.match(option)) and m[1].upper() in names for names, option in named):
+        named = [(names, mark.sub("", option, count=1)) for names, option in named]
+    return named
+
+
+def letter_of(reference: object, named: list[tuple[set, str]], where: str) -> str:
+    """The letter of the option that a reference means: by letter or key ("B", "(B)"), by text, or
+    by index. Raises ValueError where it means none, or where these rules disagree."""
+    text = " ".join(reference_text(reference, where).split())
+    name = re.sub(r"\A\(?(\w+)[).:]?\Z", r"\1", text).upper()
+    bare = re.sub(r"\A\(?[A-Za-z][.):]\s+", "", text)  # "B. Paris" where the marks were dropped
+
+    def places(fits: Callable) -> set[int]:
+        return {i for i, (names, option) in enumerate(named) if fits(names, option)}
+
+    found = places(lambda names, option: option in (text, bare))  # case decides where it can
+    found = found or places(lambda names, option: option.lower() == bare.lower())
+    index = int(name) if type(reference) is int or not found and name.isdecimal() else None
+    found |= places(lambda names, _: name in names or index in names)
+    if len(found) != 1:
+        problem = "may mean more than one" if found else "is none"
+        raise ValueError(
+            f"{where}: the answer {reference!r} {problem} of the choices. Give the letter with a "
+            'bracket: "B)".'
+        )
+    return LETTERS[found.pop()]
+
+
+def own_reward(function: Callable, response: str, question: Question) -> float:
+    """function(response, question), checked: a number from 0 to 1. NumPy's and torch's scalars and
+    bools are numbers too. Raises ValueError with what is wrong."""
+    try:
+        value = function(response, question)
+        value = value.item() if hasattr(value, "item") else value
+    except Exception as error:  # somebody's own code may raise whatever it likes
+        raise ValueError(
+            f"the function raised {type(error).__name__}: {error} (question {question.id})."
+        ) from error
+    if not isinstance(value, Real) or not 0 <= value <= 1:  # NaN is in no range
+        raise ValueError(f"the function returned {value!r}, which is no number from 0 to 1.")
+    return float(value)
+
+
+def load_reward(spec: str) -> Callable:
+    """The function that --reward FILE.py:NAME means:
+
+        def my_function(response: str, question: Question) -> float   # 0..1
+
+    response: the generator's whole reply. Raises ValueError where there is no such function.
+    """
+    path, _, name = spec.rpartition(":")
+    if not Path(path).is_file() or not path.endswith(".py"):
+        raise ValueError(f"--reward {spec}: there is no such file. Give FILE.py:FUNCTION.")
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("own", path))
+    try:
+        module.__spec__.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a syntax error, a missing package, whatever
+        raise ValueError(
+            f"--reward: {path} cannot be imported ({type(error).__name__}: {error})."
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"--reward: {path} has no function {name!r}.")
+    return function
+
+
+def with_reward(questions: list[Question], spec: str) -> list[Question]:
+    """The questions with --reward's function as their judge ("": with the rule of their kind).
+
+    It is tried on a right answer to the first question, so that a mistake shows before the run.
+    """
+    if not spec:
+        return questions
+    function = load_reward(spec)
+    try:
+        own_reward(function, f"<answer> {questions[0].references[0]} </answer>", questions[0])
+    except ValueError as error:
+        raise ValueError(f"--reward {spec}: on a trial {error}") from error
+    return [dataclasses.replace(question, own=function) for question in questions]
+
+
 def split_questions(questions: list[Question]) -> tuple[list[Question], list[Question]]:
     """(training, held out): a tenth is held out, chosen by a hash of the id, so that the choice
-    stays when questions are added or moved."""
-    held_out = [
-        int.from_bytes(hashlib.sha256(question.id.encode()).digest()[:8], "big") % 10 == 0
+    stays when questions are added or moved. Of two and more at least one is."""
+    hashes = [
+        int.from_bytes(hashlib.sha256(question.id.encode()).digest()[:8], "big")
         for question in questions
     ]
+    held_out = [value % 10 == 0 for value in hashes]
+    if len(questions) > 1 and len({*held_out}) == 1:  # so few that none, or all, would be
+        held_out = [value == min(hashes) for value in hashes]
     train = [question for question, out in zip(questions, held_out, strict=True) if not out]
     return train, [question for question, out in zip(questions, held_out, strict=True) if out]
 
 
 def evenly_spread(questions: list[Question], count: int) -> list[Question]:
-    """`count` of them, every so many-th, so that a sorted file gives some of each kind; 0: all."""
+    """`count` of them, every so many-th, so that a sorted file gives some of each group; 0: all."""
     count = min(count or len(questions), len(questions))
     return [questions[i * len(questions) // count] for i in range(count)]
+
+
+# --- Sets by name: the ten benchmarks, and the two that the paper trains on ---------------------
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Where a public set is read from, and how its rows become questions."""
+
+    title: str
+    dataset: str  # on the Hugging Face hub: OWNER/NAME
+    part: str  # CONFIG/SPLIT of the datasets server, or (with a dot) one file, read whole
+    rows: int  # of that part when this was written: other rows would be another sample
+    items: int  # how many are run, as in the paper (of GAIA: those without a file); 0: for training
+    fields: dict[str, str]  # of a question file -> the set's column
+    kind: str
+    metric: str | None = None
+    gated: bool = False  # its terms want to be accepted first
+    paper: tuple[float, ...] = ()  # published accuracy in %, in the order of PAPER_COLUMNS
+
+
+PAPER_COLUMNS = (
+    "Qwen2.5-7B-Instruct alone", "GPT-4o alone", "AgentFlow untrained", "AgentFlow + Flow-GRPO",
+)
+_FLASHRAG = "RUC-NLPIR/FlashRAG_datasets"
+_GOLDEN = {"id": "id", "question": "question", "answer": "golden_answers"}
+# The search sets count exact matches, as papers do whose judge is no model. GPQA: "main", since the
+# official repository's 300 questions are more than "diamond" has.
+BENCHMARKS = {
+    "bamboogle": QuestionSet(
+        "Bamboogle", _FLASHRAG, "bamboogle/test.jsonl", 125, 125, _GOLDEN, "text", "em",
+        paper=(12.0, 68.8, 58.4, 69.6)),
+    "2wiki": QuestionSet(
+        "2WikiMultihopQA", _FLASHRAG, "2wikimultihopqa/dev", 12576, 100, _GOLDEN, "text", "em",
+        paper=(23.0, 49.5, 60.0, 77.2)),
+    "hotpotqa": QuestionSet(
+        "HotpotQA", _FLASHRAG, "hotpotqa/dev", 7405, 100, _GOLDEN, "text", "em",
+        paper=(21.0, 54.0, 51.3, 57.0)),
+    "musique": QuestionSet(
+        "MuSiQue", _FLASHRAG, "musique/dev", 2417, 100, _GOLDEN, "text", "em",
+        paper=(6.0, 24.0, 19.2, 25.3)),
+    "gaia": QuestionSet(
+        "GAIA", "gaia-benchmark/GAIA", "2023_all/validation", 165, 127,
+        {"id": "task_id", "question": "Question", "answer": "Final answer", "level": "Level",
+         "file": "file_name"}, "gaia", gated=True, paper=(3.2, 17.3, 17.2, 33.1)),
+    "aime24": QuestionSet(
+        "AIME24", "Maxwell-Jia/AIME_2024", "default/train", 30, 30,
+        {"id": "ID", "question": "Problem", "answer": "Answer"}, "math",
+        paper=(6.7, 13.3, 16.7, 40.0)),
+    "amc23": QuestionSet(
+        "AMC23", "math-ai/amc23", "default/test", 40, 40,
+        {"id": "id", "question": "question", "answer": "answer"}, "math",
+        paper=(47.5, 60.0, 47.4, 61.5)),
+    "gameof24": QuestionSet(
+        "Game of 24", "princeton-nlp/tree-of-thought-llm", "src/tot/data/24/24.csv", 1362, 100,
+        {"numbers": "Puzzles"}, "game24", paper=(33.0, 32.0, 31.0, 53.0)),
+    "gpqa": QuestionSet(
+        "GPQA", "Idavidrein/gpqa", "gpqa_main/train", 448, 100,
+        {"question": "Question", "right": "Correct Answer", "wrong 1": "Incorrect Answer 1",
+         "wrong 2": "Incorrect Answer 2", "wrong 3": "Incorrect Answer 3"}, "mc", gated=True,
+        paper=(34.0, 31.0, 37.0, 47.0)),
+    "medqa": QuestionSet(
+        "MedQA", "GBaker/MedQA-USMLE-4-options", "default/test", 1273, 100,
+        {"question": "question", "choices": "options", "answer": "answer_idx"}, "mc",
+        paper=(66.0, 60.0, 76.0, 80.0)),
+}  # fmt: skip
+# DeepMath as TRL keeps it: two small columns, where the original's rows have 48 kB of solutions.
+TRAINING = {
+    "nq": QuestionSet("NQ", _FLASHRAG, "nq/train.jsonl", 79168, 0, _GOLDEN, "text", "em"),
+    "deepmath": QuestionSet(
+        "DeepMath", "trl-lib/DeepMath-103K", "default/train", 97870, 0,
+        {"question": "prompt", "answer": "solution"}, "math"),
+}  # fmt: skip
+
+
+def load_named(spec: str, offline: bool = False, no_cache: bool = False) -> list[Question]:
+    """Questions to measure on: "builtin" (the held-out ones), benchmarks by name ("aime24,amc23",
+    "all"), or a file. offline: from the cache alone. no_cache: read again, and kept nowhere."""
+    names = list(BENCHMARKS) if spec == "all" else list(dict.fromkeys(spec.split(",")))
+    unknown = [name for name in names if name not in (*BENCHMARKS, "builtin")]
+    if unknown and (len(names) == 1 or Path(spec).exists()):
+        return load_questions(spec)
+    if unknown:
+        raise ValueError(
+            f"There is no set {unknown[0]!r} to measure on. Choose from builtin, "
+            f'{", ".join(BENCHMARKS)}, or "all"; a file stands alone.'
+        )
+    found = []
+    for name in names:
+        if name == "builtin":
+            found += load_questions(DATA / "heldout.jsonl")
+        else:
+            found += load_benchmark(name, offline, no_cache)
+    return found
+
+
+def load_training(
+    spec: str, count: int, offline: bool = False, no_cache: bool = False
+) -> list[Question]:
+    """Questions to train on: "builtin", a file, or sets by name ("nq,deepmath"), in equal shares
+    and in turn: `count` of them, and a tenth more to hold out. The same call gives the same ones.
+    """
+    if spec == "builtin":
+        return load_questions(DATA / "train.jsonl")
+    names = list(dict.fromkeys(spec.split(",")))
+    if not {*names} & {*BENCHMARKS, *TRAINING} or Path(spec).exists():
+        return load_questions(spec)
+    for name in names:
+        if name not in TRAINING:
+            problem = "is a benchmark" if name in BENCHMARKS else "is not known"
+            raise ValueError(
+                f"--data {name} {problem}: train on {', '.join(TRAINING)}, or a file. Benchmarks "
+                "are for --eval_data, and for eval.py."
+            )
+    share = math.ceil(count / len(names) / 0.9)
+    parts = [load_set(name, TRAINING[name], share, offline, no_cache) for name in names]
+    return [one for several in itertools.zip_longest(*parts) for one in several if one]
+
+
+def load_benchmark(name: str, offline: bool = False, no_cache: bool = False) -> list[Question]:
+    """The questions of one of BENCHMARKS: all of it where the paper runs all, else a fixed sample,
+    the same for everybody. An id is SET/ROW/ROWS: which row, of how many it was drawn."""
+    known = BENCHMARKS[name]
+    questions = load_set(name, known, known.items, offline, no_cache)
+    if len(questions) != known.items:
+        note(f"{known.title} gave {len(questions)} questions, the paper runs {known.items}.")
+    return questions
+
+
+def load_set(
+    name: str, known: QuestionSet, count: int, offline: bool, no_cache: bool
+) -> list[Question]:
+    """`count` questions of a public set, from the cache or the network. Rows that can be no
+    question, and an id's second row, are left out with a note."""
+    offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    source = name
+    try:
+        rows, total = read_set(name, known, count, offline, no_cache)
+    except NotServed:
+        if name != "gameof24" or not offline:
+            raise
+        puzzles = solvable_puzzles()  # offline these can be found without the public list
+        total, source = len(puzzles), "gameof24 (enumerated)"
+        rows = [(i, {"Puzzles": puzzles[i]}) for i in sorted(fixed_order(total, "sample")[:count])]
+    if total != known.rows:
+        note(f"{known.title} has {total} rows now, not {known.rows}: this is another sample.")
+    questions, seen, left_out = [], set(), []
+    for place, row in rows:
+        record = record_of(name, known, row)
+        if record is None:
+            continue
+        where = f"{known.title}, row {place}"
+        try:
+            question = read_question(record, where, place, source)
+        except ValueError as error:
+            left_out.append(str(error))
+            continue
+        if record.get("id") is not None and question.id in seen:
+            left_out.append(f"{where}: the id {question.id} a second time.")
+            continue
+        seen.add(question.id)
+        # of Game of 24 the numbers say which: two lists have them at different places
+        place = "-".join(map(str, question.numbers)) if question.numbers else place
+        questions.append(dataclasses.replace(question, id=f"{name}/{place}/{total}"))
+    if left_out:
+        note(f"{known.title}: {len(left_out)} rows left out. The first: {left_out[0]}")
+    return questions
+
+
+def record_of(name: str, known: QuestionSet, row: dict) -> dict | None:
+    """A row of a public set as the record that a question file would hold; None: not to be run."""
+    record: dict = {key: row[column] for key, column in known.fields.items()}
+    record.update(kind=known.kind, metric=known.metric, group=known.title)
+    if name == "gaia":
+        record["group"] = f"GAIA level {record['level']}"
+        return None if record["file"] else record  # a question about a file that we do not have
+    if name == "nq":  # lower case, and without a question mark
+        record["question"] = f"{record['question'].strip().rstrip('?').rstrip()}?"
+    elif name == "gameof24":
+        record["numbers"] = [int(number) for number in record["numbers"].split()]
+        record["question"] = GAME_OF_24.format(*record["numbers"])
+    elif name == "gpqa":  # the right answer has its own column: shuffled, by the question itself
+        options = [record[key] for key in ("right", "wrong 1", "wrong 2", "wrong 3")]
+        options = [" ".join(option.split()) for option in options if option and option.strip()]
+        record["choices"] = [options[i] for i in fixed_order(len(options), record["question"])]
+        right = [i for i, option in enumerate(record["choices"]) if option == options[0]]
+        record["answer"] = [f"{LETTERS[i]})" for i in right]  # a twin of the right one is right
+    elif name == "medqa":
+        record["answer"] = f"{record['answer']})"  # the letter, whatever the options' texts are
+    elif known.kind == "math":  # "$5$", "033", 27.0
+        answer = str(record["answer"]).strip().removeprefix("$").removesuffix("$")
+        record["answer"] = re.sub(r"\A(-?)0*([0-9]+)(?:\.0+)?\Z", r"\1\2", answer)
+    return record
+
+
+def fixed_order(count: int, seed: str) -> list[int]:
+    """0 to count - 1 in an order that looks random and is the same for everybody, for ever: by
+    SHA-256, where Python's generator may change."""
+    return sorted(range(count), key=lambda i: hashlib.sha256(f"{seed}/{i}".encode()).digest())
+
+
+def places_to_read(name: str, total: int, count: int) -> list[int]:
+    """Which rows of a set are read: a fixed sample of `count`, whatever else is asked for."""
+    if name == "gameof24":
+        return list(range(900, 1000))[: max(0, total - 900)]  # the customary slice, by difficulty
+    if name == "gaia" or count >= total:  # of GAIA, only the rows say which have a file
+        return list(range(total))
+    if name == "deepmath":  # whole pages, spread over the set: a hundredth of the requests
+        pages = fixed_order(math.ceil(total / PAGE), "page")
+        rows = [row for page in pages for row in range(page * PAGE, (page + 1) * PAGE)]
+        return sorted([row for row in rows if row < total][:count])
+    return sorted(fixed_order(total, "sample")[:count])
+
+
+# --- Game of 24 without a file -----------------------------------------------------------------
+
+GAME_OF_24 = (
+    "Game of 24: use the numbers {}, {}, {} and {}, each exactly once, with +, -, *, / and "
+    "parentheses to make 24. Answer with the expression alone."
+)
+
+
+@lru_cache(None)
+def reachable(numbers: tuple[int, ...]) -> frozenset[Fraction]:
+    """Every value that an expression over all of these numbers (sorted, at most three) can have."""
+    if len(numbers) == 1:
+        return frozenset([Fraction(numbers[0])])
+    values = set()
+    for left, right in splits(numbers):
+        for a, b in itertools.product(reachable(left), reachable(right)):
+            values |= {a + b, a - b, b - a, a * b, *([a / b] if b else []), *([b / a] if a else [])}
+    return frozenset(values)
+
+
+def splits(numbers: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The ways to cut sorted numbers into two parts, neither empty, each way once."""
+    found = set()
+    for size in range(1, len(numbers) // 2 + 1):
+        for chosen in itertools.combinations(range(len(numbers)), size):
+            left = tuple(numbers[i] for i in chosen)
+            found.add((left, tuple(n for i, n in enumerate(numbers) if i not in chosen)))
+    return found
+
+
+def solvable_puzzles() -> list[str]:
+    """"1 1 1 8" … : all sets of four numbers from 1 to 13 that make 24; there are 1,362.
+
+    The last operation joins two parts, so for each value a of the smaller one only the six values
+    b with a ∘ b = 24 or b ∘ a = 24 are looked for in the other: half a second for all of them.
+    """
+
+    def partners(a: Fraction) -> set[Fraction]:
+        return {24 - a, a - 24, a + 24, *([24 * a, 24 / a, a / 24] if a else [])}
+
+    return [
+        " ".join(map(str, numbers))
+        for numbers in itertools.combinations_with_replacement(range(1, 14), 4)
+        if any(
+            not reachable(right).isdisjoint(partners(a))
+            for left, right in splits(numbers)
+            for a in reachable(left)
+        )
+    ]
+
+
+# --- Reading from the network ------------------------------------------------------------------
+
+HUB = "https://huggingface.co"
+ROWS_API = "https://datasets-server.huggingface.co/rows"
+GITHUB = "https://raw.githubusercontent.com"
+GITHUB_COMMIT = "ab400345c5ea39d28ea6d7d3be0e417b11113c87"  # of the one list that stands there
+PAGE = 100  # rows of one request at most
+PAUSE = 0.2  # seconds between requests: no limit is documented, so be modest
+TRIES, BACKOFF, MAX_WAIT = 4, 1.0, 310.0  # seconds; the hub counts in windows of five minutes
+TIMEOUT = (10, 60)  # seconds to connect, and between two pieces of an answer
+# With status 500 the server says by this header whether waiting helps; other codes are for good.
+PASSING = ("", "ResponseNotReady", "AuthCheckHubRequestError", "UnexpectedApiError")
+# A gated set, or none of that name: which of these comes depends on the token that was sent.
+GATED = ("GatedRepo", "ExternalUnauthenticatedError", "ExternalAuthenticatedError")
+
+
+class NotServed(ValueError):
+    """Rows cannot be had. `code` is the server's X-Error-Code, "offline", or empty."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def read_set(
+    name: str, known: QuestionSet, count: int, offline: bool, no_cache: bool
+) -> tuple[list[tuple[int, dict]], int]:
+    """([(place, row)], rows of the whole set): what places_to_read names, each row cut down to the
+    columns that are used."""
+    is_file = "." in known.part
+    # What decides the content is in the name, so another table never reads this one's rows.
+    asked = repr([known.dataset, known.part, sorted(known.fields.values()), not is_file and count])
+    file = f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
+    if is_file:
+        kept = cached(file, lambda: read_file(known), offline, no_cache)
+        total = len(kept["rows"])
+        return [(i, kept["rows"][i]) for i in places_to_read(name, total, count)], total
+    kept = cached(file, lambda: read_rows(name, known, count), offline, no_cache)
+    return [(place, row) for place, row in kept["rows"]], kept["total"]
+
+
+def cached(name: str, load: Callable[[], dict], offline: bool, no_cache: bool) -> dict:
+    """What `load` returns, kept in $AGENTFLOW_CACHE/data with its SHA-256 in a file beside it."""
+    path = cache_folder() / "data" / name
+    mark = path.with_name(f"{name}.sha256")
+    if not no_cache and path.is_file():
+        body = path.read_bytes()
+        seal = mark.read_text(encoding="utf-8", errors="replace") if mark.is_file() else ""
+        if seal.split()[:1] == [hashlib.sha256(body).hexdigest()]:
+            return json.loads(body)
+        note(f"{path} is damaged, and {'cannot' if offline else 'will'} be loaded again.")
+    if offline:
+        raise NotServed(
+            f"{name.rpartition('-')[0]} is not in the cache ({path.parent}), and this run is "
+            "offline. Load it once without --offline, HF_HUB_OFFLINE and --no_cache.", "offline"
+        )
+    kept = load()
+    body = json.dumps(kept, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    seal = f"{hashlib.sha256(body).hexdigest()}  {name}\n".encode()
+    try:
+        if not no_cache:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for place, content in ((path, body), (mark, seal)):  # beside, then renamed
+                beside = place.with_name(f"{place.name}.{os.getpid()}.tmp")
+                beside.write_bytes(content)
+                beside.replace(place)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}): set AGENTFLOW_CACHE to a folder that "
+            "can be, or add --no_cache."
+        ) from error
+    return kept
+
+
+def read_file(known: QuestionSet) -> dict:
+    """{"rows": [row]} of a set that is one JSONL or CSV file."""
+    url = f"{HUB}/datasets/{known.dataset}/resolve/main/{known.part}"
+    if known.part.endswith(".csv"):
+        url = f"{GITHUB}/{known.dataset}/{GITHUB_COMMIT}/{known.part}"
+    text = download(known, url)[0].decode("utf-8-sig", "replace")
+    if known.part.endswith(".csv"):
+        found = list(csv.DictReader(io.StringIO(text)))
+    else:
+        found = [record for _, record in records(text, url)]
+    return {"rows": [columns_of(known, row, where=f"row {i}") for i, row in enumerate(found)]}
+
+
+def columns_of(known: QuestionSet, row: object, where: str) -> dict:
+    """The used columns of a row: what else it holds may be a hundred times as long."""
+    lacks = [name for name in known.fields.values() if not isinstance(row, dict) or name not in row]
+    if lacks:
+        raise NotServed(f"{known.title}, {where}: there is no column {lacks[0]!r} (any more).")
+    return {name: row[name] for name in known.fields.values()}
+
+
+def read_rows(name: str, known: QuestionSet, count: int) -> dict:
+    """{"total", "rows": [[place, row]]} from the datasets server's rows, 100 a request at most.
+
+    A first request of one row says how many there are. Raises NotServed where a row does not come,
+    or where the set is changed between two requests.
+    """
+    first = read_page(known, 0, 1)
+    wanted = places_to_read(name, first["num_rows_total"], count)
+    rows: dict[int, dict] = {}
+    at, length = 0, PAGE  # wanted[:at] are here
+    with tqdm(total=len(wanted), desc=known.title, leave=False, disable=None) as bar:
+        while at < len(wanted):
+            last = wanted[bisect.bisect_left(wanted, wanted[at] + length) - 1]
+            time.sleep(PAUSE)
+            try:
+                page = read_page(known, wanted[at], last - wanted[at] + 1)
+            except NotServed as error:
+                if error.code != "TooBigContentError" or length == 1:
+                    raise
+                length //= 2
+                continue
+            if any(page[key] != first[key] for key in ("num_rows_total", "revision")):
+                raise NotServed(f"{known.title} was changed while it was read: try again.")
+            rows.update(page["rows"])
+            before = at
+            while at < len(wanted) and wanted[at] in rows:
+                at += 1
+            if at == before:  # pages may come short, but not without their first row
+                raise NotServed(f"{known.title}: the server leaves out row {wanted[at]}.")
+            bar.update(at - before)
+    return {"total": first["num_rows_total"], "rows": [[place, rows[place]] for place in wanted]}
+
+
+def read_page(known: QuestionSet, offset: int, length: int) -> dict:
+    """One answer of the datasets server, checked: {"num_rows_total", "revision", "rows": {place:
+    row}}, whatever order its rows have."""
+    config, split = known.part.split("/")
+    asked = {"dataset": known.dataset, "config": config, "split": split}
+    body, headers = download(known, ROWS_API, {**asked, "offset": offset, "length": length})
+    try:
+        page = json.loads(body)
+        labels = {  # of a column of class labels the cells are numbers
+            column["name"]: column["type"]["names"]
+            for column in page["features"]
+            if isinstance(column["type"], dict) and column["type"].get("_type") == "ClassLabel"
+        }
+        rows = {}
+        for entry in page["rows"]:
+            place = int(entry["row_idx"])
+            row = rows[place] = columns_of(known, entry["row"], f"row {place}")
+            cut = {*entry.get("truncated_cells", [])} & {*row}
+            if cut:
+                raise NotServed(f"{known.title}, row {place}: {cut.pop()} comes cut short.")
+            for column in row.keys() & labels.keys():
+                row[column] = row[column] if row[column] is None else labels[column][row[column]]
+        total = int(page["num_rows_total"])
+    except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
+        raise NotServed(
+            f"The datasets server answers for {known.title} in another shape than documented "
+            f"({type(error).__name__}: {error})."
+        ) from error
+    if page.get("partial") and known.items:  # to train on, a part will do
+        raise NotServed(f"Only a part of {known.title} is served: no sample of the whole set.")
+    return {"num_rows_total": total, "revision": headers.get("X-Revision"), "rows": rows}
+
+
+def download(known: QuestionSet, url: str, params: dict | None = None) -> tuple[bytes, Mapping]:
+    """(body, headers) of a GET. Tries again, a few times, what may pass: no connection, 429, 5xx.
+
+    HF_TOKEN goes with requests for gated sets to the two hosts of the hub, and nowhere else:
+    `requests` drops it where a redirect leaves the host.
+    """
+    token = os.environ.get("HF_TOKEN", "").strip() if known.gated else ""
+    if known.gated and not token:
+        raise NotServed(gate(known, "set HF_TOKEN to a token of yours"))
+    if not re.fullmatch(r"[!-~]*", token):  # an HTTP header takes no others
+        raise ValueError("HF_TOKEN holds characters that no token has: copy it again.")
+    to_hub = token and url.startswith((f"{HUB}/", ROWS_API))
+    headers = {"Authorization": f"Bearer {token}"} if to_hub else {}
+    for attempt in range(1, TRIES + 1):
+        wait = BACKOFF * 2 ** (attempt - 1)
+        try:
+            status, answered, body = get(url, params, headers, known.title)
+        except requests.RequestException as error:  # its text may hold headers: the kind only
+            host = urlsplit(url).hostname
+            problem = NotServed(f"No answer from {host} ({type(error).__name__}): try again later.")
+            again = True
+        else:
+            if status == 200:
+                return body, answered
+            problem = refusal(known, url, status, answered, body)
+            again = status in (429, 502, 503, 504) or (status == 500 and problem.code in PASSING)
+            told = seconds_to_wait(answered.get("Retry-After", "").strip())
+            reset = re.search(r";t=([0-9]+)", answered.get("RateLimit", ""))
+            wait = max(wait, told or 0, int(reset[1]) + 1 if status == 429 and reset else 0)
+        if not again or attempt == TRIES or wait > MAX_WAIT:
+            raise problem
+        time.sleep(wait)
+    raise AssertionError("the last try has returned or raised")
+
+
+def get(url: str, params: dict | None, headers: dict, title: str) -> tuple[int, Mapping, bytes]:
+    """(status, headers, body) of one request, with a progress bar where the body is long."""
+    agent = {"User-Agent": "AgentFlow-from-scratch/1.0 (educational)"}
+    options = {"params": params, "timeout": TIMEOUT, "stream": True, "headers": agent}
+    # as `auth`, not as a header: a .netrc would replace the header
+    with requests.get(url, auth=lambda r: r.headers.update(headers) or r, **options) as answer:
+        size = int(answer.headers.get("Content-Length") or 0)
+        with tqdm(total=size, desc=title, unit="B", unit_scale=True, leave=False,
+                  disable=None if size > 1_000_000 else True) as bar:  # fmt: skip
+            body = b""
+            for chunk in answer.iter_content(1 << 16):
+                body += chunk
+                bar.update(len(chunk))
+        return answer.status_code, answer.headers, body
+
+
+def refusal(known: QuestionSet, url: str, status: int, headers: Mapping, body: bytes) -> NotServed:
+    """A status that is not 200 as one sentence that says what to do."""
+    code = headers.get("X-Error-Code", "")
+    try:
+        said = str(json.loads(body)["error"])
+    except (ValueError, TypeError, KeyError):  # text or a page of HTML: the status must do
+        said = headers.get("X-Error-Message", "")
+    said = " ".join(said.split())[:200] or f"status {status}"
+    host = urlsplit(url).hostname
+    if code in GATED or status in (401, 403):
+        what = "HF_TOKEN does not open it" if known.gated else "it is not open, or not there"
+        return NotServed(f"{gate(known, 'use a token of that account')} ({what}: {said})", code)
+    if code == "RenamedDatasetError":
+        what = "was renamed: the tables in eval.py need its new name."
+    elif status in (429, 500, 502, 503, 504) and code in PASSING:
+        what = f"cannot be read now, since {host} is busy or down ({said}): try again later."
+    else:
+        what = f"cannot be read from {host} ({said}{code and ', '}{code})."
+    return NotServed(f"{known.title} ({known.dataset}) {what}", code)
+
+
+def gate(known: QuestionSet, then: str) -> str:
+    return (
+        f"{known.title} is gated: accept its terms at {HUB}/datasets/{known.dataset}, then {then}."
+    )
 
 
 # ------------------------------------------------------------------------------------------------
@@ -412,7 +1096,7 @@ def evaluate(
     seed: int = 0,
     title: str = "evaluation",
 ) -> dict:
-    """One roll-out a question: {"accuracy", "tool_errors", "turns", "tools", "kinds", "items"}.
+    """One roll-out a question: {"accuracy", "tool_errors", "turns", "tools", "groups", "items"}.
 
     The frozen modules are greedy, the planner samples; a token's random number depends on the seed
     and the question's place in the list, and replies enter in order. So the same weights give the
@@ -435,14 +1119,15 @@ def evaluate(
     items = []
     for question, rollout in zip(questions, rollouts, strict=True):
         response = rollout.generator.text
+        reward = question.reward(response)
         items.append(
             {
                 "id": question.id,
                 "question": question.text,
                 "reference": question.references,
                 "answer": extract_answer(response) or response.strip(),  # what was scored
-                "score": question.reward(response),
-                "kind": question.kind,
+                "score": None if math.isnan(reward) else reward,  # None: nobody could judge it
+                "group": question.group,
                 "tools": [turn.plan.tool_name for turn in rollout.turns],
                 "errors": [turn.result.error for turn in rollout.turns],
             }
@@ -454,15 +1139,17 @@ def summarise(items: list[dict]) -> dict:
     """What the table shows, from the items: shares are shares of calls (one a turn)."""
     calls = [name or "(no tool)" for item in items for name in item["tools"]]
     errors = [error for item in items for error in item["errors"]]
-    kinds: dict[str, list[float]] = {}
+    groups: dict[str, list[float]] = {}
     for item in items:
-        kinds.setdefault(item["kind"], []).append(item["score"])
+        if item["score"] is not None:
+            groups.setdefault(item["group"], []).append(item["score"])
+    judged = [score for scores in groups.values() for score in scores]
     return {
-        "accuracy": sum(item["score"] for item in items) / len(items),
+        "accuracy": sum(judged) / max(1, len(judged)),
         "tool_errors": sum(error != "none" for error in errors) / max(1, len(errors)),
         "turns": len(calls) / len(items),
         "tools": {name: calls.count(name) / len(calls) for name in sorted(set(calls))},
-        "kinds": {kind: sum(scores) / len(scores) for kind, scores in sorted(kinds.items())},
+        "groups": {group: sum(scores) / len(scores) for group, scores in sorted(groups.items())},
         "items": items,
     }
 
@@ -470,18 +1157,18 @@ def summarise(items: list[dict]) -> dict:
 def table(columns: dict[str, dict]) -> str:
     """Evaluations beside each other, as text: heading -> what evaluate returned."""
     names = sorted({name for result in columns.values() for name in result["tools"]})
-    asked = [item["kind"] for item in next(iter(columns.values()))["items"]]
-    kinds = sorted(set(asked))
+    asked = [item["group"] for item in next(iter(columns.values()))["items"]]
+    groups = sorted(set(asked))
     rows: list[tuple[str, list[str]]] = []
 
     def percent(label: str, pick) -> None:
         rows.append((label, [f"{100 * pick(result):.1f} %" for result in columns.values()]))
 
     percent("accuracy", lambda result: result["accuracy"])
-    if len(kinds) > 1:
-        for kind in kinds:
-            label = f"  {kind} ({asked.count(kind)})"
-            percent(label, lambda result, kind=kind: result["kinds"].get(kind, 0.0))
+    if len(groups) > 1:
+        for group in groups:
+            label = f"  {group} ({asked.count(group)})"
+            percent(label, lambda result, group=group: result["groups"].get(group, 0.0))
     percent("tool errors (of calls)", lambda result: result["tool_errors"])
     rows.append(("mean turns", [f"{result['turns']:.2f}" for result in columns.values()]))
     for name in names:
@@ -501,7 +1188,8 @@ class EvalConfig(agentflow.ToolFlags):
 
     # What is measured
     adapter: str = ""  # a run folder or checkpoint; its run's settings become the defaults below
-    data: str = "builtin"  # questions: "builtin" (the held-out ones), or a JSON/JSONL file
+    data: str = "builtin"  # "builtin" (the held-out questions), sets by name, "all", or a file
+    reward: str = ""  # FILE.py:FUNCTION that judges a reply instead of the rule; see load_reward
     model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
     device: str = "auto"  # auto | cpu | cuda | mps
     json: str = ""  # write the same numbers, and every item, to this file
@@ -534,6 +1222,7 @@ def settings_of_run(adapter: str) -> dict:
                 settings["temperature"] = float(run["eval_temperature"])
                 settings["data"] = str(run["eval_data"] or run["data"])
                 settings["held_out_of"] = "" if run["eval_data"] else settings["data"]
+                settings["data_questions"] = int(run.get("data_questions", 0))
                 settings["eval_hash"] = run.get("eval_hash", "")
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ValueError(
@@ -544,12 +1233,14 @@ def settings_of_run(adapter: str) -> dict:
     return agentflow.adapter_settings(adapter)
 
 
-def held_out_questions(data: str, split: bool) -> list[Question]:
-    """The questions of --data: the built-in held-out ones, a file's, or a file's held-out tenth."""
-    if data == "builtin":
-        return load_questions(DATA / "heldout.jsonl")
-    questions = load_questions(data)
-    if split and not (questions := split_questions(questions)[1]):
+def held_out_questions(
+    data: str, split: bool, count: int = 0, offline: bool = False, no_cache: bool = False
+) -> list[Question]:
+    """The questions of --data; split: the held-out tenth of what a run trained on."""
+    if not split or data == "builtin":
+        return load_named(data, offline, no_cache)
+    questions = split_questions(load_training(data, count, offline, no_cache))[1]
+    if not questions:
         raise ValueError(f"{data} leaves no question held out: name others with --eval_data.")
     return questions
 
@@ -574,12 +1265,18 @@ def main(arguments: list[str] | None = None) -> int:
         if config.json:
             open(config.json, "a", encoding="utf-8").close()  # better refused now than at the end
         of_run = same_file(config.data, defaults.get("data"))
-        questions = held_out_questions(config.data, of_run and bool(defaults["held_out_of"]))
+        questions = held_out_questions(
+            config.data,
+            of_run and bool(defaults["held_out_of"]),
+            defaults.get("data_questions", 0),
+            bool(config.offline),
+            config.no_cache,
+        )
         measured = evenly_spread(questions, defaults.get("eval_questions", 0))
         if of_run and defaults["eval_hash"] not in ("", data_hash(measured)):
             print("note: the run measured itself on other questions; the file has changed since.",
                   file=sys.stderr)
-        questions = evenly_spread(questions, config.eval_questions)
+        questions = with_reward(evenly_spread(questions, config.eval_questions), config.reward)
         tools = agentflow.tools_from_flags(config, config.model, config.data)
         backbone = agentflow.load_backbone(
             config.model, config.device, lora_r=config.lora_r, lora_alpha=config.lora_alpha
