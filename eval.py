@@ -661,13 +661,14 @@ def load_named(spec: str, offline: bool = False, no_cache: bool = False) -> list
             f"There is no set {unknown[0]!r} to measure on. Choose from builtin, "
             f'{", ".join(BENCHMARKS)}, or "all"; a file stands alone.'
         )
-    found = []
-    for name in names:
-        if name == "builtin":
-            found += load_questions(DATA / "heldout.jsonl")
-        else:
-            found += load_benchmark(name, offline, no_cache)
-    return found
+    loaded = {
+        name: load_questions(DATA / "heldout.jsonl")
+        if name == "builtin"
+        else load_benchmark(name, offline, no_cache)
+        # gated sets first: where the token is missing, it shows before anything is waited for
+        for name in sorted(names, key=lambda name: name == "builtin" or not BENCHMARKS[name].gated)
+    }
+    return [question for name in names for question in loaded[name]]
 
 
 def load_training(
@@ -763,7 +764,7 @@ def record_of(name: str, known: QuestionSet, row: dict) -> dict | None:
         record["answer"] = [f"{LETTERS[i]})" for i in right]  # a twin of the right one is right
     elif name == "medqa":
         record["answer"] = f"{record['answer']})"  # the letter, whatever the options' texts are
-    elif known.kind == "math":  # "$5$", "033", 27.0
+    elif known.kind == "math" and record["answer"] is not None:  # "$5$", "033", 27.0
         answer = str(record["answer"]).strip().removeprefix("$").removesuffix("$")
         record["answer"] = re.sub(r"\A(-?)0*([0-9]+)(?:\.0+)?\Z", r"\1\2", answer)
     return record
