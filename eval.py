@@ -24,6 +24,7 @@ import io
 import itertools
 import json
 import math
+import operator
 import os
 import re
 import string
@@ -414,16 +415,11 @@ def read_question(record: object, where: str, line: int, source: str = "") -> Qu
         references = ["24"]
     if not references:
         raise ValueError(f"{where}: no answer; one of {', '.join(REFERENCE_FIELDS)} is needed.")
+    identity = str(line if identity is None else identity)
+    group = "all" if group is None else str(group)
+    numbers = tuple(numbers) if kind == "game24" else None
     question = Question(
-        str(line if identity is None else identity),
-        text,
-        references,
-        "all" if group is None else str(group),
-        kind,
-        choices,
-        tuple(numbers) if kind == "game24" else None,
-        metric,
-        source,
+        identity, text, references, group, kind, choices, numbers, metric, source
     )
     try:
         json.dumps(dataclasses.astuple(question), ensure_ascii=False).encode()
@@ -584,11 +580,11 @@ class QuestionSet:
     """Where a public set is read from, and how its rows become questions."""
 
     title: str
-    dataset: str  # on the Hugging Face hub: OWNER/NAME
-    part: str  # CONFIG/SPLIT of the datasets server, or (with a dot) one file, read whole
-    rows: int  # of that part when this was written: other rows would be another sample
-    items: int  # how many are run, as in the paper (of GAIA: those without a file); 0: for training
-    fields: dict[str, str]  # of a question file -> the set's column
+    dataset: str  # OWNER/NAME on the Hugging Face hub (of the .csv: on GitHub)
+    part: str  # CONFIG/SPLIT of the datasets server; or, with a dot, a file that is read whole
+    rows: int  # of that part when this was written: with other rows the sample is another
+    items: int  # how many are run, as in the paper; 0: as many as training needs
+    fields: dict[str, str]  # what record_of and a question file call it -> the set's column
     kind: str
     metric: str | None = None
     gated: bool = False  # its terms want to be accepted first
@@ -599,75 +595,62 @@ PAPER_COLUMNS = (
     "Qwen2.5-7B-Instruct alone", "GPT-4o alone", "AgentFlow untrained", "AgentFlow + Flow-GRPO",
 )
 _FLASHRAG = "RUC-NLPIR/FlashRAG_datasets"
-_GOLDEN = {"id": "id", "question": "question", "answer": "golden_answers"}
-# The search sets count exact matches, as papers do whose judge is no model. GPQA: "main", since the
-# official repository's 300 questions are more than "diamond" has.
+_SEARCH = {"id": "id", "question": "question", "answer": "golden_answers"}
+_GAIA = {"id": "task_id", "question": "Question", "answer": "Final answer", "level": "Level",
+         "file": "file_name"}  # fmt: skip
+_AIME = {"id": "ID", "question": "Problem", "answer": "Answer"}
+_AMC = {"id": "id", "question": "question", "answer": "answer"}
+_GPQA = {"question": "Question", "right": "Correct Answer", "wrong 1": "Incorrect Answer 1",
+         "wrong 2": "Incorrect Answer 2", "wrong 3": "Incorrect Answer 3"}  # fmt: skip
+_MEDQA = {"question": "question", "choices": "options", "answer": "answer_idx"}
+# Search sets count exact matches, the rule of their own papers. GPQA is "main": the official
+# repository holds 300 of its questions, more than "diamond" has.
 BENCHMARKS = {
-    "bamboogle": QuestionSet(
-        "Bamboogle", _FLASHRAG, "bamboogle/test.jsonl", 125, 125, _GOLDEN, "text", "em",
-        paper=(12.0, 68.8, 58.4, 69.6)),
-    "2wiki": QuestionSet(
-        "2WikiMultihopQA", _FLASHRAG, "2wikimultihopqa/dev", 12576, 100, _GOLDEN, "text", "em",
-        paper=(23.0, 49.5, 60.0, 77.2)),
-    "hotpotqa": QuestionSet(
-        "HotpotQA", _FLASHRAG, "hotpotqa/dev", 7405, 100, _GOLDEN, "text", "em",
-        paper=(21.0, 54.0, 51.3, 57.0)),
-    "musique": QuestionSet(
-        "MuSiQue", _FLASHRAG, "musique/dev", 2417, 100, _GOLDEN, "text", "em",
-        paper=(6.0, 24.0, 19.2, 25.3)),
-    "gaia": QuestionSet(
-        "GAIA", "gaia-benchmark/GAIA", "2023_all/validation", 165, 127,
-        {"id": "task_id", "question": "Question", "answer": "Final answer", "level": "Level",
-         "file": "file_name"}, "gaia", gated=True, paper=(3.2, 17.3, 17.2, 33.1)),
-    "aime24": QuestionSet(
-        "AIME24", "Maxwell-Jia/AIME_2024", "default/train", 30, 30,
-        {"id": "ID", "question": "Problem", "answer": "Answer"}, "math",
-        paper=(6.7, 13.3, 16.7, 40.0)),
-    "amc23": QuestionSet(
-        "AMC23", "math-ai/amc23", "default/test", 40, 40,
-        {"id": "id", "question": "question", "answer": "answer"}, "math",
-        paper=(47.5, 60.0, 47.4, 61.5)),
-    "gameof24": QuestionSet(
-        "Game of 24", "princeton-nlp/tree-of-thought-llm", "src/tot/data/24/24.csv", 1362, 100,
-        {"numbers": "Puzzles"}, "game24", paper=(33.0, 32.0, 31.0, 53.0)),
-    "gpqa": QuestionSet(
-        "GPQA", "Idavidrein/gpqa", "gpqa_main/train", 448, 100,
-        {"question": "Question", "right": "Correct Answer", "wrong 1": "Incorrect Answer 1",
-         "wrong 2": "Incorrect Answer 2", "wrong 3": "Incorrect Answer 3"}, "mc", gated=True,
-        paper=(34.0, 31.0, 37.0, 47.0)),
-    "medqa": QuestionSet(
-        "MedQA", "GBaker/MedQA-USMLE-4-options", "default/test", 1273, 100,
-        {"question": "question", "choices": "options", "answer": "answer_idx"}, "mc",
-        paper=(66.0, 60.0, 76.0, 80.0)),
+    "bamboogle": QuestionSet("Bamboogle", _FLASHRAG, "bamboogle/test.jsonl", 125, 125, _SEARCH,
+                             "text", "em", False, (12.0, 68.8, 58.4, 69.6)),
+    "2wiki": QuestionSet("2WikiMultihopQA", _FLASHRAG, "2wikimultihopqa/dev", 12576, 100, _SEARCH,
+                         "text", "em", False, (23.0, 49.5, 60.0, 77.2)),
+    "hotpotqa": QuestionSet("HotpotQA", _FLASHRAG, "hotpotqa/dev", 7405, 100, _SEARCH,
+                            "text", "em", False, (21.0, 54.0, 51.3, 57.0)),
+    "musique": QuestionSet("MuSiQue", _FLASHRAG, "musique/dev", 2417, 100, _SEARCH,
+                           "text", "em", False, (6.0, 24.0, 19.2, 25.3)),
+    "gaia": QuestionSet("GAIA", "gaia-benchmark/GAIA", "2023_all/validation", 165, 127, _GAIA,
+                        "gaia", None, True, (3.2, 17.3, 17.2, 33.1)),
+    "aime24": QuestionSet("AIME24", "Maxwell-Jia/AIME_2024", "default/train", 30, 30, _AIME,
+                          "math", None, False, (6.7, 13.3, 16.7, 40.0)),
+    "amc23": QuestionSet("AMC23", "math-ai/amc23", "default/test", 40, 40, _AMC,
+                         "math", None, False, (47.5, 60.0, 47.4, 61.5)),
+    "gameof24": QuestionSet("Game of 24", "princeton-nlp/tree-of-thought-llm",
+                            "src/tot/data/24/24.csv", 1362, 100, {"numbers": "Puzzles"},
+                            "game24", None, False, (33.0, 32.0, 31.0, 53.0)),
+    "gpqa": QuestionSet("GPQA", "Idavidrein/gpqa", "gpqa_main/train", 448, 100, _GPQA,
+                        "mc", None, True, (34.0, 31.0, 37.0, 47.0)),
+    "medqa": QuestionSet("MedQA", "GBaker/MedQA-USMLE-4-options", "default/test", 1273, 100,
+                         _MEDQA, "mc", None, False, (66.0, 60.0, 76.0, 80.0)),
 }  # fmt: skip
-# DeepMath as TRL keeps it: two small columns, where the original's rows have 48 kB of solutions.
+# DeepMath as TRL keeps it: two small columns, where a row of the original is 48 kB of solutions.
 TRAINING = {
-    "nq": QuestionSet("NQ", _FLASHRAG, "nq/train.jsonl", 79168, 0, _GOLDEN, "text", "em"),
-    "deepmath": QuestionSet(
-        "DeepMath", "trl-lib/DeepMath-103K", "default/train", 97870, 0,
-        {"question": "prompt", "answer": "solution"}, "math"),
+    "nq": QuestionSet("NQ", _FLASHRAG, "nq/train.jsonl", 79168, 0, _SEARCH, "text", "em"),
+    "deepmath": QuestionSet("DeepMath", "trl-lib/DeepMath-103K", "default/train", 97870, 0,
+                            {"question": "prompt", "answer": "solution"}, "math"),
 }  # fmt: skip
 
 
 def load_named(spec: str, offline: bool = False, no_cache: bool = False) -> list[Question]:
     """Questions to measure on: "builtin" (the held-out ones), benchmarks by name ("aime24,amc23",
     "all"), or a file. offline: from the cache alone. no_cache: read again, and kept nowhere."""
-    names = list(BENCHMARKS) if spec == "all" else list(dict.fromkeys(spec.split(",")))
-    unknown = [name for name in names if name not in (*BENCHMARKS, "builtin")]
-    if unknown and (len(names) == 1 or Path(spec).exists()):
+    names = [*BENCHMARKS] if spec == "all" else [*dict.fromkeys(spec.split(","))]
+    if not {*names} <= {*BENCHMARKS, "builtin"}:
         return load_questions(spec)
-    if unknown:
-        raise ValueError(
-            f"There is no set {unknown[0]!r} to measure on. Choose from builtin, "
-            f'{", ".join(BENCHMARKS)}, or "all"; a file stands alone.'
-        )
-    loaded = {
-        name: load_questions(DATA / "heldout.jsonl")
-        if name == "builtin"
-        else load_benchmark(name, offline, no_cache)
-        # gated sets first: where the token is missing, it shows before anything is waited for
-        for name in sorted(names, key=lambda name: name == "builtin" or not BENCHMARKS[name].gated)
-    }
+
+    def load(name: str) -> list[Question]:
+        if name == "builtin":
+            return load_questions(DATA / "heldout.jsonl")
+        return load_benchmark(name, offline, no_cache)
+
+    # Gated sets first: a missing token shows before anything is waited for.
+    first = sorted(names, key=lambda name: name == "builtin" or not BENCHMARKS[name].gated)
+    loaded = {name: load(name) for name in first}
     return [question for name in names for question in loaded[name]]
 
 
@@ -677,71 +660,63 @@ def load_training(
     """Questions to train on: "builtin", a file, or sets by name ("nq,deepmath"), in equal shares
     and in turn: `count` of them, and a tenth more to hold out. The same call gives the same ones.
     """
-    if spec == "builtin":
-        return load_questions(DATA / "train.jsonl")
-    names = list(dict.fromkeys(spec.split(",")))
-    if not {*names} & {*BENCHMARKS, *TRAINING} or Path(spec).exists():
-        return load_questions(spec)
-    for name in names:
-        if name not in TRAINING:
-            problem = "is a benchmark" if name in BENCHMARKS else "is not known"
-            raise ValueError(
-                f"--data {name} {problem}: train on {', '.join(TRAINING)}, or a file. Benchmarks "
-                "are for --eval_data, and for eval.py."
-            )
+    names = [*dict.fromkeys(spec.split(","))]
+    if {*names} & {*BENCHMARKS}:
+        raise ValueError(
+            f"--data {spec} would train on a benchmark. Those are for --eval_data and eval.py; "
+            f"train on {', '.join(TRAINING)}, or a file."
+        )
+    if not {*names} <= {*TRAINING}:
+        return load_questions(DATA / "train.jsonl" if spec == "builtin" else spec)
     share = math.ceil(count / len(names) / 0.9)
     parts = [load_set(name, TRAINING[name], share, offline, no_cache) for name in names]
     return [one for several in itertools.zip_longest(*parts) for one in several if one]
 
 
 def load_benchmark(name: str, offline: bool = False, no_cache: bool = False) -> list[Question]:
-    """The questions of one of BENCHMARKS: all of it where the paper runs all, else a fixed sample,
-    the same for everybody. An id is SET/ROW/ROWS: which row, of how many it was drawn."""
-    known = BENCHMARKS[name]
-    questions = load_set(name, known, known.items, offline, no_cache)
-    if len(questions) != known.items:
-        note(f"{known.title} gave {len(questions)} questions, the paper runs {known.items}.")
-    return questions
+    """The questions of one of BENCHMARKS: all of them where the paper runs all, else a fixed
+    sample, the same for everybody. An id is SET/ROW/ROWS: which row, of how many."""
+    return load_set(name, BENCHMARKS[name], BENCHMARKS[name].items, offline, no_cache)
 
 
 def load_set(
     name: str, known: QuestionSet, count: int, offline: bool, no_cache: bool
 ) -> list[Question]:
-    """`count` questions of a public set, from the cache or the network. Rows that can be no
-    question, and an id's second row, are left out with a note."""
+    """`count` questions of a public set, from the cache or the network. A row that can be no
+    question, and an id's second row, are left out; what differs from the paper's is said."""
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     source = name
     try:
         rows, total = read_set(name, known, count, offline, no_cache)
-    except NotServed:
-        if name != "gameof24" or not offline:
+    except NotServed as error:
+        if name != "gameof24" or error.code != "offline":
             raise
-        puzzles = solvable_puzzles()  # offline these can be found without the public list
+        puzzles = solvable_puzzles()  # offline they can be found without the public list
         total, source = len(puzzles), "gameof24 (enumerated)"
         rows = [(i, {"Puzzles": puzzles[i]}) for i in sorted(fixed_order(total, "sample")[:count])]
-    if total != known.rows:
-        note(f"{known.title} has {total} rows now, not {known.rows}: this is another sample.")
-    questions, seen, left_out = [], set(), []
+    questions: dict[str, Question] = {}  # by the set's own id
+    left_out = []
     for place, row in rows:
-        record = record_of(name, known, row)
-        if record is None:
-            continue
-        where = f"{known.title}, row {place}"
+        record, where = record_of(name, known, row), f"{known.title}, row {place}"
         try:
-            question = read_question(record, where, place, source)
+            question = record and read_question(record, where, place, source)
         except ValueError as error:
             left_out.append(str(error))
             continue
-        if record.get("id") is not None and question.id in seen:
-            left_out.append(f"{where}: the id {question.id} a second time.")
-            continue
-        seen.add(question.id)
-        # of Game of 24 the numbers say which: two lists have them at different places
-        place = "-".join(map(str, question.numbers)) if question.numbers else place
-        questions.append(dataclasses.replace(question, id=f"{name}/{place}/{total}"))
+        if question and question.id in questions:
+            left_out.append(f"{where}: the id {question.id} comes a second time.")
+        elif question:
+            # of Game of 24 the numbers say which: its two lists have them at different places
+            row_name = "-".join(map(str, question.numbers)) if question.numbers else place
+            unique = dataclasses.replace(question, id=f"{name}/{row_name}/{total}")
+            questions[question.id] = unique
     if left_out:
         note(f"{known.title}: {len(left_out)} rows left out. The first: {left_out[0]}")
-    return questions
+    if total != known.rows:
+        note(f"{known.title} has {total} rows, not {known.rows} as before: another sample.")
+    if known.items and len(questions) != known.items:
+        note(f"{known.title} gave {len(questions)} questions, the paper runs {known.items}.")
+    return list(questions.values())
 
 
 def record_of(name: str, known: QuestionSet, row: dict) -> dict | None:
@@ -857,7 +832,7 @@ GATED = ("GatedRepo", "ExternalUnauthenticatedError", "ExternalAuthenticatedErro
 
 
 class NotServed(ValueError):
-    """Rows cannot be had. `code` is the server's X-Error-Code, "offline", or empty."""
+    """Rows that cannot be had. `code` says why: the server's X-Error-Code, or "offline"."""
 
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
@@ -870,46 +845,46 @@ def note(text: str) -> None:
 
 def read_set(
     name: str, known: QuestionSet, count: int, offline: bool, no_cache: bool
-) -> tuple[list[tuple[int, dict]], int]:
-    """([(place, row)], rows of the whole set): what places_to_read names, each row cut down to the
-    columns that are used."""
+) -> tuple[list, int]:
+    """([(place, row)], rows of the whole set): the rows that places_to_read names, each cut down
+    to the columns that are used."""
     is_file = "." in known.part
-    # What decides the content is in the name, so another table never reads this one's rows.
+    # What decides the content is in the name, so that another table never finds these rows.
     asked = repr([known.dataset, known.part, sorted(known.fields.values()), not is_file and count])
-    file = f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.json"
-    if is_file:
-        kept = cached(file, lambda: read_file(known), offline, no_cache)
-        total = len(kept["rows"])
-        return [(i, kept["rows"][i]) for i in places_to_read(name, total, count)], total
-    kept = cached(file, lambda: read_rows(name, known, count), offline, no_cache)
-    return [(place, row) for place, row in kept["rows"]], kept["total"]
+    file = f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+    if not is_file:
+        kept = cached(file, lambda: read_rows(name, known, count), offline, no_cache)
+        return kept["rows"], kept["total"]
+    rows = cached(file, lambda: {"rows": read_file(known)}, offline, no_cache)["rows"]
+    return [(i, rows[i]) for i in places_to_read(name, len(rows), count)], len(rows)
 
 
 def cached(name: str, load: Callable[[], dict], offline: bool, no_cache: bool) -> dict:
     """What `load` returns, kept in $AGENTFLOW_CACHE/data with its SHA-256 in a file beside it."""
-    path = cache_folder() / "data" / name
-    mark = path.with_name(f"{name}.sha256")
-    if not no_cache and path.is_file():
+    path = cache_folder() / "data" / f"{name}.json"
+    mark = path.with_suffix(".sha256")
+    if path.is_file() and not no_cache:
         body = path.read_bytes()
-        seal = mark.read_text(encoding="utf-8", errors="replace") if mark.is_file() else ""
-        if seal.split()[:1] == [hashlib.sha256(body).hexdigest()]:
+        seal = mark.read_bytes()[:64] if mark.is_file() else b""
+        if seal == hashlib.sha256(body).hexdigest().encode():
             return json.loads(body)
-        note(f"{path} is damaged, and {'cannot' if offline else 'will'} be loaded again.")
+        note(f"{path} is damaged{'' if offline else ', and loaded again'}.")
     if offline:
         raise NotServed(
             f"{name.rpartition('-')[0]} is not in the cache ({path.parent}), and this run is "
             "offline. Load it once without --offline, HF_HUB_OFFLINE and --no_cache.", "offline"
         )
     kept = load()
-    body = json.dumps(kept, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    seal = f"{hashlib.sha256(body).hexdigest()}  {name}\n".encode()
+    if no_cache:
+        return kept
+    body = json.dumps(kept).encode()
+    seal = f"{hashlib.sha256(body).hexdigest()}  {path.name}\n".encode()  # for sha256sum -c
     try:
-        if not no_cache:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for place, content in ((path, body), (mark, seal)):  # beside, then renamed
-                beside = place.with_name(f"{place.name}.{os.getpid()}.tmp")
-                beside.write_bytes(content)
-                beside.replace(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for place, content in ((path, body), (mark, seal)):  # beside, then renamed
+            beside = place.with_name(f"{place.name}.{os.getpid()}.tmp")
+            beside.write_bytes(content)
+            beside.replace(place)
     except OSError as error:
         raise ValueError(
             f"{path} cannot be written ({error.strerror}): set AGENTFLOW_CACHE to a folder that "
@@ -918,17 +893,14 @@ def cached(name: str, load: Callable[[], dict], offline: bool, no_cache: bool) -
     return kept
 
 
-def read_file(known: QuestionSet) -> dict:
-    """{"rows": [row]} of a set that is one JSONL or CSV file."""
+def read_file(known: QuestionSet) -> list[dict]:
+    """The rows of a set that is one JSONL or CSV file."""
+    is_csv = known.part.endswith(".csv")
     url = f"{HUB}/datasets/{known.dataset}/resolve/main/{known.part}"
-    if known.part.endswith(".csv"):
-        url = f"{GITHUB}/{known.dataset}/{GITHUB_COMMIT}/{known.part}"
+    url = f"{GITHUB}/{known.dataset}/{GITHUB_COMMIT}/{known.part}" if is_csv else url
     text = download(known, url)[0].decode("utf-8-sig", "replace")
-    if known.part.endswith(".csv"):
-        found = list(csv.DictReader(io.StringIO(text)))
-    else:
-        found = [record for _, record in records(text, url)]
-    return {"rows": [columns_of(known, row, where=f"row {i}") for i, row in enumerate(found)]}
+    rows = csv.DictReader(io.StringIO(text)) if is_csv else [row for _, row in records(text, url)]
+    return [columns_of(known, row, f"row {i}") for i, row in enumerate(rows)]
 
 
 def columns_of(known: QuestionSet, row: object, where: str) -> dict:
@@ -980,21 +952,17 @@ def read_page(known: QuestionSet, offset: int, length: int) -> dict:
     body, headers = download(known, ROWS_API, {**asked, "offset": offset, "length": length})
     try:
         page = json.loads(body)
-        labels = {  # of a column of class labels the cells are numbers
-            column["name"]: column["type"]["names"]
-            for column in page["features"]
-            if isinstance(column["type"], dict) and column["type"].get("_type") == "ClassLabel"
-        }
+        types = {column["name"]: column["type"] for column in page["features"]}
         rows = {}
         for entry in page["rows"]:
-            place = int(entry["row_idx"])
+            place = operator.index(entry["row_idx"])
             row = rows[place] = columns_of(known, entry["row"], f"row {place}")
-            cut = {*entry.get("truncated_cells", [])} & {*row}
-            if cut:
+            if cut := {*(entry["truncated_cells"] or ())} & {*row}:
                 raise NotServed(f"{known.title}, row {place}: {cut.pop()} comes cut short.")
-            for column in row.keys() & labels.keys():
-                row[column] = row[column] if row[column] is None else labels[column][row[column]]
-        total = int(page["num_rows_total"])
+            for column in row:  # the cells of a column of class labels are numbers
+                if isinstance(types[column], dict) and types[column]["_type"] == "ClassLabel":
+                    row[column] = dict(enumerate(types[column]["names"])).get(row[column])
+        total = operator.index(page["num_rows_total"])
     except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
         raise NotServed(
             f"The datasets server answers for {known.title} in another shape than documented "
@@ -1008,28 +976,28 @@ def read_page(known: QuestionSet, offset: int, length: int) -> dict:
 def download(known: QuestionSet, url: str, params: dict | None = None) -> tuple[bytes, Mapping]:
     """(body, headers) of a GET. Tries again, a few times, what may pass: no connection, 429, 5xx.
 
-    HF_TOKEN goes with requests for gated sets to the two hosts of the hub, and nowhere else:
-    `requests` drops it where a redirect leaves the host.
+    HF_TOKEN goes to the hub's two hosts, and there with gated sets only; `requests` drops it where
+    a redirect leaves the host.
     """
     token = os.environ.get("HF_TOKEN", "").strip() if known.gated else ""
     if known.gated and not token:
-        raise NotServed(gate(known, "set HF_TOKEN to a token of yours"))
+        raise NotServed(gate(known))
     if not re.fullmatch(r"[!-~]*", token):  # an HTTP header takes no others
         raise ValueError("HF_TOKEN holds characters that no token has: copy it again.")
     to_hub = token and url.startswith((f"{HUB}/", ROWS_API))
     headers = {"Authorization": f"Bearer {token}"} if to_hub else {}
+    host = urlsplit(url).hostname
     for attempt in range(1, TRIES + 1):
         wait = BACKOFF * 2 ** (attempt - 1)
         try:
             status, answered, body = get(url, params, headers, known.title)
         except requests.RequestException as error:  # its text may hold headers: the kind only
-            host = urlsplit(url).hostname
             problem = NotServed(f"No answer from {host} ({type(error).__name__}): try again later.")
             again = True
         else:
             if status == 200:
                 return body, answered
-            problem = refusal(known, url, status, answered, body)
+            problem = refusal(known, host, status, answered, body)
             again = status in (429, 502, 503, 504) or (status == 500 and problem.code in PASSING)
             told = seconds_to_wait(answered.get("Retry-After", "").strip())
             reset = re.search(r";t=([0-9]+)", answered.get("RateLimit", ""))
@@ -1056,30 +1024,30 @@ def get(url: str, params: dict | None, headers: dict, title: str) -> tuple[int, 
         return answer.status_code, answer.headers, body
 
 
-def refusal(known: QuestionSet, url: str, status: int, headers: Mapping, body: bytes) -> NotServed:
+def refusal(known: QuestionSet, host: str, status: int, headers: Mapping, body: bytes) -> NotServed:
     """A status that is not 200 as one sentence that says what to do."""
     code = headers.get("X-Error-Code", "")
     try:
         said = str(json.loads(body)["error"])
-    except (ValueError, TypeError, KeyError):  # text or a page of HTML: the status must do
+    except (ValueError, TypeError, KeyError):  # text, or a page of HTML: the status must do
         said = headers.get("X-Error-Message", "")
-    said = " ".join(said.split())[:200] or f"status {status}"
-    host = urlsplit(url).hostname
+    said = f"{host} says {status} {code}: {' '.join(said.split())[:200]}".rstrip(": ")
     if code in GATED or status in (401, 403):
-        what = "HF_TOKEN does not open it" if known.gated else "it is not open, or not there"
-        return NotServed(f"{gate(known, 'use a token of that account')} ({what}: {said})", code)
+        return NotServed(f"{gate(known)} ({said})", code)
     if code == "RenamedDatasetError":
-        what = "was renamed: the tables in eval.py need its new name."
+        what = f"was renamed: the table in eval.py needs its new name ({said})."
     elif status in (429, 500, 502, 503, 504) and code in PASSING:
-        what = f"cannot be read now, since {host} is busy or down ({said}): try again later."
+        what = f"cannot be read now: try again later ({said})."
     else:
-        what = f"cannot be read from {host} ({said}{code and ', '}{code})."
+        what = f"cannot be read ({said})."
     return NotServed(f"{known.title} ({known.dataset}) {what}", code)
 
 
-def gate(known: QuestionSet, then: str) -> str:
+def gate(known: QuestionSet) -> str:
+    kind = "is gated" if known.gated else "is gated now, or not there any more"
     return (
-        f"{known.title} is gated: accept its terms at {HUB}/datasets/{known.dataset}, then {then}."
+        f"{known.title} {kind}: accept its terms at {HUB}/datasets/{known.dataset}, and set "
+        "HF_TOKEN to a token of that account."
     )
 
 
