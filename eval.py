@@ -309,7 +309,9 @@ class Question:
         """
         if self.own:
             try:
-                return own_reward(self.own, response or "", self)
+                # without `own`, so that the function may ask for the rule: question.reward(response)
+                plain = dataclasses.replace(self, own=None)
+                return own_reward(self.own, response or "", plain)
             except ValueError as error:
                 warnings.warn(f"--reward: {error} Such roll-outs have no reward.", stacklevel=2)
                 return math.nan

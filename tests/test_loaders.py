@@ -38,15 +38,23 @@ def flashrag(count):
 
 
 def gaia(count):
-    return [{"task_id": f"t{i}", "Question": f"How many gulls sat on pier {i}?",
-             "Level": str(1 + i % 3), "Final answer": f"{i}",
-             "file_name": "pier.png" if i % 4 == 3 else "", "file_path": "", "Annotator Metadata": {}} for i in range(count)]  # fmt: skip
+    """Every fourth question is about a file."""
+    rows = []
+    for i in range(count):
+        file = "pier.png" if i % 4 == 3 else ""
+        rows.append({"task_id": f"t{i}", "Question": f"How many gulls sat on pier {i}?",
+                     "Level": str(1 + i % 3), "Final answer": str(i), "file_name": file,
+                     "file_path": file, "Annotator Metadata": {}})  # fmt: skip
+    return rows
 
 
 def gpqa(count):
-    rows = [{"Question": f" Which stone is heaviest in box {i}?\n",
-             "Correct Answer": f"granite {i}\n", "Incorrect Answer 1": f"chalk {i}",
-             "Incorrect Answer 2": f" pumice {i}", "Incorrect Answer 3": f"slate {i}", "Subdomain": "Stones"} for i in range(count)]
+    rows = []
+    for i in range(count):
+        rows.append({"Question": f" Which stone is heaviest in box {i}?\n",
+                     "Correct Answer": f"granite {i}\n", "Incorrect Answer 1": f"chalk {i}",
+                     "Incorrect Answer 2": f" pumice {i}", "Incorrect Answer 3": f"slate {i}",
+                     "Subdomain": "Stones"})  # fmt: skip
     rows[0]["Incorrect Answer 2"] = None
     return rows
 
