@@ -309,7 +309,7 @@ class Question:
         """
         if self.own:
             try:
-                # without `own`, so that the function may ask for the rule: question.reward(response)
+                # without `own`, so that the function may ask for the rule, question.reward(...)
                 plain = dataclasses.replace(self, own=None)
                 return own_reward(self.own, response or "", plain)
             except ValueError as error:

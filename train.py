@@ -705,9 +705,8 @@ def train_step(
     # 2. Outcome: one number a roll-out, broadcast unchanged to all of its turns
     group_ids = torch.arange(len(places)).repeat_interleave(config.num_generations)  # (R,)
     asked = [questions[places[group]] for group in group_ids.tolist()]
-    rewards = torch.tensor(
-        [q.reward(rollout.generator.text) for q, rollout in zip(asked, rollouts, strict=True)]
-    )  # (R,)
+    judged = [q.reward(rollout.generator.text) for q, rollout in zip(asked, rollouts, strict=True)]
+    rewards = torch.tensor(judged, dtype=torch.float64)  # (R,) 0.2 is logged as 0.2
     scored = time.perf_counter()
     # 3. Update: Eq. 5 to 7
     rows, advantages = make_rows(rollouts, rewards, group_ids)
