@@ -398,6 +398,7 @@ def read_question(record: object, where: str, line: int, source: str = "") -> Qu
     if isinstance(text, list) and text and isinstance(text[-1], dict):
         text = text[-1].get("content")  # a conversation, as TRL's sets have it
     text = _INSTRUCTION.sub("", text).strip() if isinstance(text, str) else ""
+    options = options or None  # an empty list is none
     if not text:
         raise ValueError(f"{where}: no question; one of {', '.join(QUESTION_FIELDS)} is needed.")
     kind, group, metric, numbers = map(record.get, ("kind", "group", "metric", "numbers"))
@@ -420,9 +421,7 @@ def read_question(record: object, where: str, line: int, source: str = "") -> Qu
     identity = str(line if identity is None else identity)
     group = "all" if group is None else str(group)
     numbers = tuple(numbers) if kind == "game24" else None
-    question = Question(
-        identity, text, references, group, kind, choices, numbers, metric, source
-    )
+    question = Question(identity, text, references, group, kind, choices, numbers, metric, source)
     try:
         json.dumps(dataclasses.astuple(question), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # half of a pair of surrogates: no file could hold it
@@ -468,8 +467,12 @@ def read_choices(options: object, where: str) -> list[tuple[set, str]]:
     else:
         pairs = options.items() if isinstance(options, dict) else ()
         items = [({str(key).strip().upper()}, option) for key, option in pairs]
-    items = [(names, option) for names, option in items if option is not None]
-    named = [(names, " ".join(reference_text(option, where).split())) for names, option in items]
+
+    def text(option: object) -> str:
+        plain = isinstance(option, (str, int, float))
+        return " ".join(reference_text(option, where).split()) if plain else ""
+
+    named = [(names, text(option)) for names, option in items if option is not None]
     if not 2 <= len(named) <= len(options) <= 26 or not all(option for _, option in named):
         raise ValueError(f"{where}: choices must be a list or an object of 2 to 26 texts.")
     mark = re.compile(r"\(?([A-Za-z])[.):]\s+(?=\S)")
@@ -508,9 +511,7 @@ def own_reward(function: Callable, response: str, question: Question) -> float:
         value = function(response, question)
         value = value.item() if hasattr(value, "item") else value
     except Exception as error:  # somebody's own code may raise whatever it likes
-        raise ValueError(
-            f"the function raised {type(error).__name__}: {error} (question {question.id})."
-        ) from error
+        raise ValueError(f"the function raised {type(error).__name__}: {error}.") from error
     if not isinstance(value, Real) or not 0 <= value <= 1:  # NaN is in no range
         raise ValueError(f"the function returned {value!r}, which is no number from 0 to 1.")
     return float(value)
@@ -526,9 +527,10 @@ def load_reward(spec: str) -> Callable:
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file() or not path.endswith(".py"):
         raise ValueError(f"--reward {spec}: there is no such file. Give FILE.py:FUNCTION.")
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("own", path))
+    found = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)  # dataclasses look
     try:
-        module.__spec__.loader.exec_module(module)
+        found.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a syntax error, a missing package, whatever
         raise ValueError(
             f"--reward: {path} cannot be imported ({type(error).__name__}: {error})."
@@ -699,8 +701,9 @@ def load_set(
     questions: dict[str, Question] = {}  # by the set's own id
     left_out = []
     for place, row in rows:
-        record, where = record_of(name, known, row), f"{known.title}, row {place}"
+        where = f"{known.title}, row {place}"
         try:
+            record = record_of(name, known, row)
             question = record and read_question(record, where, place, source)
         except ValueError as error:
             left_out.append(str(error))
@@ -712,6 +715,8 @@ def load_set(
             row_name = "-".join(map(str, question.numbers)) if question.numbers else place
             unique = dataclasses.replace(question, id=f"{name}/{row_name}/{total}")
             questions[question.id] = unique
+    if not questions:
+        raise ValueError(f"{known.title} has no row that can be asked. {' '.join(left_out[:1])}")
     if left_out:
         note(f"{known.title}: {len(left_out)} rows left out. The first: {left_out[0]}")
     if total != known.rows:
@@ -729,14 +734,16 @@ def record_of(name: str, known: QuestionSet, row: dict) -> dict | None:
         record["group"] = f"GAIA level {record['level']}"
         return None if record["file"] else record  # a question about a file that we do not have
     if name == "nq":  # lower case, and without a question mark
-        record["question"] = f"{record['question'].strip().rstrip('?').rstrip()}?"
+        question = re.sub(r"[\s?]+\Z", "", record["question"] or "")
+        record["question"] = question and f"{question}?"
     elif name == "gameof24":
         record["numbers"] = [int(number) for number in record["numbers"].split()]
         record["question"] = GAME_OF_24.format(*record["numbers"])
     elif name == "gpqa":  # the right answer has its own column: shuffled, by the question itself
-        options = [record[key] for key in ("right", "wrong 1", "wrong 2", "wrong 3")]
-        options = [" ".join(option.split()) for option in options if option and option.strip()]
-        record["choices"] = [options[i] for i in fixed_order(len(options), record["question"])]
+        options = [record[key] or "" for key in ("right", "wrong 1", "wrong 2", "wrong 3")]
+        options = [" ".join(option.split()) for option in options]
+        order = fixed_order(len(options), record["question"])
+        record["choices"] = [options[i] for i in order if options[i]]  # some are null
         right = [i for i, option in enumerate(record["choices"]) if option == options[0]]
         record["answer"] = [f"{LETTERS[i]})" for i in right]  # a twin of the right one is right
     elif name == "medqa":

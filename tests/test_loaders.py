@@ -242,6 +242,9 @@ def test_a_null_option_is_left_out_and_a_twin_of_the_right_answer_is_right():
     twins = evaluation.record_of("gpqa", known, {**row, "Incorrect Answer 1": "granite 0 "})
     question = evaluation.read_question(twins, "row 0", 0)
     assert sorted(question.choices[ord(a) - 65] for a in question.references) == ["granite 0"] * 2
+    unknown = evaluation.record_of("gpqa", known, {**row, "Correct Answer": None})
+    with pytest.raises(ValueError, match="no answer"):
+        evaluation.read_question(unknown, "row 0", 0)
     other_case = evaluation.record_of("gpqa", known, {**row, "Incorrect Answer 1": "Granite 0"})
     assert len(evaluation.read_question(other_case, "row 0", 0).references) == 1
 
@@ -287,6 +290,13 @@ def test_an_id_that_comes_twice_counts_once(hub, monkeypatch, capsys):
     monkeypatch.setitem(SETS, "Maxwell-Jia/AIME_2024/default/train", [*AIME[:29], AIME[0]])
     assert len(evaluation.load_benchmark("aime24")) == 29
     assert "2024-I-0 comes a second time" in capsys.readouterr().err
+
+
+def test_a_set_without_any_usable_row_is_refused(hub, monkeypatch):
+    nothing = [{**row, "Answer": ""} for row in AIME]
+    monkeypatch.setitem(SETS, "Maxwell-Jia/AIME_2024/default/train", nothing)
+    with pytest.raises(ValueError, match="no row that can be asked. AIME24, row 0: no answer"):
+        evaluation.load_benchmark("aime24")
 
 
 def test_rows_without_an_answer_are_left_out_with_a_note(hub, monkeypatch, capsys):
@@ -583,6 +593,14 @@ def test_training_data_is_half_and_half_in_turn_and_only_as_much_as_is_asked_for
     assert set(json.loads(kept)["rows"][0][1]) == {"prompt", "solution"}
 
 
+def test_a_question_of_nq_ends_in_one_question_mark():
+    known = evaluation.TRAINING["nq"]
+    for asked in ("who tends it", " who tends it ?", "who tends it? ", "who tends it??"):
+        row = {"id": "1", "question": asked, "golden_answers": ["x"]}
+        assert evaluation.record_of("nq", known, row)["question"].strip() == "who tends it?"
+    assert not evaluation.record_of("nq", known, {**row, "question": None})["question"]
+
+
 def test_deepmath_slices_are_whole_pages_spread_over_the_set():
     places = evaluation.places_to_read("deepmath", 97870, 400)
     pages = {place // 100 for place in places}
@@ -649,7 +667,7 @@ def test_options_may_be_a_list_or_an_object_and_the_answer_a_letter_an_index_or_
     ({"choices": ["x"], "answer": "A"}, "choices must be"),
     ({"choices": "xy", "answer": "A"}, "choices must be"),
     ({"choices": ["x", " "], "answer": "A"}, "choices must be"),
-    ({"choices": ["x", ["y"]], "answer": "A"}, "line 1"),
+    ({"choices": ["x", ["y"]], "answer": "A"}, "choices must be"),
     ({"choices": ["x"] * 27, "answer": "A"}, "choices must be"),
     ({"choices": ["x", "y"], "kind": "text", "answer": "A"}, "choices and kind mc"),
     ({"kind": "mc", "answer": "A"}, "choices and kind mc"),
@@ -761,6 +779,15 @@ def test_a_reward_that_fails_on_the_way_is_nan_and_said_once(tmp_path):
         assert all(math.isnan(question.reward("x")) for _ in range(3))
     assert len(said) == 1 and "ZeroDivisionError" in str(said[0].message)
     assert question.reward("y") == 0.5
+
+
+def test_a_reward_function_may_ask_for_the_rule_and_use_dataclasses(tmp_path):
+    code = ("from __future__ import annotations\nimport dataclasses\n"
+            "@dataclasses.dataclass\nclass Mark:\n    value: float\n"
+            "def judge(response, question):\n"
+            "    return Mark(0.5 + question.reward(response) / 2).value\n")
+    (question,) = evaluation.with_reward([asked()], write(tmp_path / "own.py", code))
+    assert question.reward("<answer>5</answer>") == 1.0 and question.reward("6") == 0.5
 
 
 def test_an_unjudged_roll_out_leaves_statistics_and_is_counted():
