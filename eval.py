@@ -338,7 +338,8 @@ def load_questions(path: str | Path) -> list[Question]:
     except OSError as error:
         raise ValueError(
             f"The question file {path} cannot be read ({error.strerror}). Give a JSON or JSONL "
-            f'file, "builtin", or names of sets: {", ".join([*BENCHMARKS, *TRAINING])}.'
+            f'file, "builtin", or sets by name: {", ".join(TRAINING)} to train on, "all" or '
+            f"{', '.join(BENCHMARKS)} to measure on."
         ) from error
     try:
         if raw[:2] == b"\x1f\x8b":  # gzip, whatever the name says
@@ -528,7 +529,8 @@ def load_reward(spec: str) -> Callable:
     if not Path(path).is_file() or not path.endswith(".py"):
         raise ValueError(f"--reward {spec}: there is no such file. Give FILE.py:FUNCTION.")
     found = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
-    module = sys.modules[found.name] = importlib.util.module_from_spec(found)  # dataclasses look
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module  # a dataclass in it is looked up there
     try:
         found.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a syntax error, a missing package, whatever
@@ -969,7 +971,7 @@ def read_page(known: QuestionSet, offset: int, length: int) -> dict:
             if cut := {*(entry["truncated_cells"] or ())} & {*row}:
                 raise NotServed(f"{known.title}, row {place}: {cut.pop()} comes cut short.")
             for column in row:  # the cells of a column of class labels are numbers
-                if isinstance(types[column], dict) and types[column]["_type"] == "ClassLabel":
+                if isinstance(types[column], dict) and types[column].get("_type") == "ClassLabel":
                     row[column] = dict(enumerate(types[column]["names"])).get(row[column])
         total = operator.index(page["num_rows_total"])
     except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:

@@ -884,7 +884,8 @@ def load_data(config: Config, offline: bool) -> tuple[list, list]:
             f"--data {config.data} leaves {len(questions)} questions to train on and "
             f"{len(held_out)} held out; both need some. Give more, or name --eval_data."
         )
-    return tuple(evaluation.with_reward(part, config.reward) for part in (questions, held_out))
+    judged = evaluation.with_reward([*questions, *held_out], config.reward)
+    return judged[: len(questions)], judged[len(questions) :]
 
 
 def prepare(config: Config, offline: bool = False):
