@@ -14,32 +14,44 @@ merely close.
 from __future__ import annotations
 
 import argparse
+import bisect
+import csv
 import dataclasses
 import gzip
 import hashlib
+import importlib.util
+import io
 import itertools
 import json
 import math
+import operator
+import os
 import re
 import statistics
 import string
 import sys
+import threading
 import time
 import unicodedata
+import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
+from numbers import Real
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import requests
 from tqdm import tqdm
 
 import agentflow
 from modules import drop_thinking
-from tools import Ask, Job, clip_middle
+from tools import Ask, Job, cache_folder, clip_middle, seconds_to_wait
 
 # ------------------------------------------------------------------------------------------------
 # The final answer of a reply
@@ -173,40 +185,884 @@ def text_scores(
 
 
 # ------------------------------------------------------------------------------------------------
-# Numbers
+# Mathematics: what is written is read into a tree, and two trees are compared by their values
+# ------------------------------------------------------------------------------------------------
+#
+# No text of a model ever reaches sympify, eval or a simplifier: those run code, or run for ever.
+# The reader below knows what an answer may hold and refuses everything else (`Unreadable`). Numbers
+# stay exact fractions where they can; everything else is computed to 60 digits, symbols at a few
+# fixed points. Expressions that agree there are equal; what grows too large is not read.
+
+MAX_CHARACTERS, MAX_DEPTH, MAX_BITS = 500, 40, 40_000  # of an answer; of its tree; of an integer
+POINTS = 3  # at which expressions with symbols are compared
+
+
+class Unreadable(Exception):
+    """A text that is no mathematics, or is more than we are willing to compute."""
+
+
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SIGNS = {
+    "−": "-", "–": "-", "×": "*", "·": "*", "∙": "*", "÷": "/", "⁄": "/", "**": "^", "π": r"\pi ",
+    "∞": r"\infty ", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∈": r"\in ",
+    "±": r"\pm ", "°": r"^\circ ", "θ": r"\theta ", r"\%": "%", r"\$": "$", "{,}": ",",
+    r"\{": "⟦", r"\}": "⟧", r"\lbrace": "⟦", r"\rbrace": "⟧", r"\langle": "(", r"\rangle": ")",
+    r"\lvert": "|", r"\rvert": "|", r"\mid": "|", r"\dfrac": r"\frac", r"\tfrac": r"\frac",
+    r"\cfrac": r"\frac", r"\dbinom": r"\binom", r"\leq": r"\le ", r"\geq": r"\ge ", r"\lt": "<",
+    r"\gt": ">", r"\ne": "≠", r"\neq": "≠", r"^{\circ}": r"^\circ ", r"\degree": r"^\circ ",
+    r"\cdot": "*", r"\times": "*", r"\div": "/", r"\colon": ":", r"\infin": r"\infty",
+    r"\operatorname": r"\mathrm",
+}  # fmt: skip
+_SIGN = re.compile("|".join(
+    re.escape(sign) + (r"(?![A-Za-z])" if sign[0] == "\\" and sign[-1].isalpha() else "")
+    for sign in sorted(_SIGNS, key=len, reverse=True)
+))  # fmt: skip
+_LAYOUT = re.compile(  # says how it looks and not what it is
+    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|quad|qquad|[,;:! ])(?![A-Za-z])"
+    r"|[~$]|\\[()\[\]]"
+)
+_WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|bm|rm|boxed|fbox)"
+                    r"\s{0,3}\{([^{}]*)\}")  # fmt: skip
+_LABEL = re.compile(r"\A(?:so |thus |hence )?(?:the )?(?:final )?answer(?: is|:)\s*", re.IGNORECASE)
+_MIXED = re.compile(r"(?<![\w.^\\}])(\d{1,20})\s+(\d{1,20})\s?/\s?(\d{1,20})(?![\d.])")
+_MIXED_FRAC = re.compile(
+    r"(?<![\w.^\\}])(\d{1,20})\s?\\frac\s?(?:\{(\d{1,20})\}\s?\{(\d{1,20})\}|(\d)(\d))"
+)
+
+
+def plain_notation(text: str) -> str:
+    r"""Many ways to write a formula brought to one: signs as ASCII, no layout, mixed numbers as
+    sums, `\text{…}` opened. `⟦ ⟧` are the braces of a set, `{ }` those of LaTeX."""
+    text = text.replace("\u00bd", " 1/2").replace("\u00bc", " 1/4").replace("\u00be", " 3/4")
+    text = text.replace("\\\\", "¶")  # a matrix's new row; "\\ " would be a space
+    text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
+    text = unicodedata.normalize("NFKC", text).strip().strip("*`")
+    text = _LABEL.sub("", _SIGN.sub(lambda sign: _SIGNS[sign[0]], text))
+    for _ in range(4):  # nested ones: \boxed{\text{13}}
+        text = _WORDS.sub(r" \1 ", text)
+    text = _LAYOUT.sub(lambda m: " " if m[0][-1] in " ~" else "", text)
+
+    def mixed(found: re.Match) -> str:  # an integer before a proper fraction is a sum
+        whole, top, bottom = [int(part) for part in found.groups() if part]
+        return f"({whole}+{top}/{bottom})" if top < bottom else found[0]
+
+    text = _MIXED.sub(mixed, _MIXED_FRAC.sub(mixed, text))
+    return text.strip().strip("*`").removesuffix(".").strip()
+
+
+# A number's unit is dropped where only one side has it, and must be the same where both do.
+_UNIT_NAMES = {
+    "m": "meter metre", "cm": "centimeter centimetre", "mm": "millimeter millimetre",
+    "km": "kilometer kilometre", "ft": "foot feet", "in": "inch inche inches", "mi": "mile",
+    "kg": "kilogram", "g": "gram", "s": "second sec", "h": "hour hr", "min": "minute",
+    "$": "dollar usd", "%": "percent", "°": "degree deg",
+}  # fmt: skip
+UNITS = {name: short for short, names in _UNIT_NAMES.items() for name in [short, *names.split()]}
+MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
+             "trillion": 10**12}  # fmt: skip
+# Words behind a number that change what it says.
+_NO_UNIT = re.compile(
+    r"\b(?:or|and|to|if|not|no|plus|minus|less|more|squared|cubed|factorial|times|over|remainder|about"
+    r"|approximately|half|halves|thirds?|quarters?|tenths?|hundredths?|at|mod|is|are|pi|root)\b"
+)
+_UNIT = re.compile(
+    r"(?P<value>.*(?:[\d)\]}]|\\pi))\s*(?P<unit>%|\^\\circ\s*[CF]?"
+    r"|(?:\s[A-Za-z][A-Za-z /]{0,60}|mm|cm|km|m|kg|ft|in|mi|hr?|s|g)(?:\s?\^\s?\{?\d\}?)?)",
+    re.DOTALL,
+)
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """("12", "cm") of "12 cm"; no unit where the end is none. "$5" has one, too."""
+    if match := _UNIT.fullmatch(text):
+        unit = match["unit"].strip().lower().replace("\\circ", "°")
+        unit = re.sub(r"[\s^{}]", "", "".join(
+            f" {UNITS.get(word, UNITS.get(word.removesuffix('s'), word))}"
+            for word in re.findall(r"[a-z]+|\S", unit)
+        ))  # fmt: skip
+        words = re.findall(r"[A-Za-z]+", match["unit"])
+        lone = len(words) == 1 and len(words[0]) == 1 and words[0].lower() not in UNITS
+        known = words and (words[0].lower() in FUNCTIONS or words[0].lower() in CONSTANTS)
+        if not (lone or known or _NO_UNIT.search(match["unit"].lower())):
+            return match["value"], unit
+    return text, ""
+
+
+# --- Reading -----------------------------------------------------------------------------------
+
+CONSTANTS = {
+    "pi": "pi",
+    "e": "e",
+    "i": "i",
+    "infty": "inf",
+    "infinity": "inf",
+    "inf": "inf",
+    "oo": "inf",
+}
+_SAME_NAME = ("sqrt cbrt exp log sin cos tan cot sec csc asin acos atan sinh cosh tanh abs floor "
+              "ceil").split()  # fmt: skip
+FUNCTIONS = {
+    **dict(zip(_SAME_NAME, _SAME_NAME, strict=True)),
+    "ln": "log", "lg": "log10", "arcsin": "asin", "arccos": "acos", "arctan": "atan",
+}  # fmt: skip
+_GREEK = set("alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho "
+             "sigma tau phi varphi chi psi omega Gamma Delta Theta Sigma Phi Psi Omega"
+             .split())  # fmt: skip
+_NUMERAL = re.compile(r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,4}(?![\d.]))?")
+_THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d,])")
+_NAME = re.compile(r"\\[A-Za-z]+|[A-Za-z]+")
+_RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<=|>=|<|>")
+_MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_OPEN = {"(": ")", "[": "]", "⟦": "⟧", "{": "}"}
+
+
+class Reader:
+    """A recursive-descent reader of one formula. A tree is a tuple: (operation, parts…), e.g.
+    ("+", ("number", Fraction(1)), ("symbol", "x"))."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > MAX_CHARACTERS:
+            raise Unreadable("too long")
+        self.text, self.at, self.depth, self.outer = text, 0, 0, 0
+
+    def peek(self, *expected: str) -> str:
+        """The first of `expected` that comes next (white space aside), or ""."""
+        while self.at < len(self.text) and self.text[self.at].isspace():
+            self.at += 1
+        return next((word for word in expected if self.text.startswith(word, self.at)), "")
+
+    def take(self, *expected: str) -> str:
+        word = self.peek(*expected)
+        self.at += len(word)
+        return word
+
+    def need(self, word: str) -> None:
+        if not self.take(word):
+            raise Unreadable(f"{word!r} is missing")
+
+    def whole(self, rule: Callable[[], tuple]) -> tuple:
+        """What `rule` reads, which has to be everything."""
+        tree = rule()
+        self.peek()
+        if self.at < len(self.text):
+            raise Unreadable(f"{self.text[self.at :]!r} is left over")
+        return tree
+
+    def sum(self) -> tuple:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise Unreadable("too deep")
+        sign = self.take("+", "-")
+        tree = self.product()
+        tree = ("-", tree) if sign == "-" else tree
+        while sign := self.take("+", "-"):
+            part = self.product()
+            tree = ("+", tree, ("-", part) if sign == "-" else part)
+        self.depth -= 1
+        return tree
+
+    def product(self) -> tuple:
+        tree = self.power()
+        while True:
+            if self.take("*"):
+                tree = ("*", tree, self.signed_power())
+            elif self.take("/"):
+                tree = ("/", tree, self.signed_power())
+            elif self.starts_factor():  # 2x, (a)(b), 3\sqrt2: a product without a sign
+                tree = ("*", tree, self.power())
+            else:
+                return tree
+
+    def starts_factor(self) -> bool:
+        """Does a factor come next? A number does not: "2 3" is no product."""
+        self.peek()
+        rest = self.text[self.at : self.at + 8]
+        if re.match(r"\\(?:circ|rfloor|rceil)(?![A-Za-z])", rest):
+            return False
+        return bool(rest) and (rest[0].isalpha() or rest[0] in "(\\{")
+
+    def signed_power(self) -> tuple:
+        sign = self.take("-", "+")
+        return ("-", self.power()) if sign == "-" else self.power()
+
+    def power(self) -> tuple:
+        tree = self.atom()
+        while self.take("!"):
+            tree = ("!", tree)
+        if self.take("^"):
+            self.depth += 1
+            if self.depth > MAX_DEPTH:
+                raise Unreadable("too deep")
+            exponent = self.argument() if self.peek("{", "\\") else self.signed_power()
+            self.depth -= 1
+            tree = ("^", tree, exponent)
+        return tree
+
+    def argument(self) -> tuple:
+        r"""What belongs to \frac, \sqrt or ^: a group in braces, or one digit, letter, command."""
+        if self.take("{"):
+            tree = self.sum()
+            self.need("}")
+            return tree
+        self.peek()
+        if self.text[self.at : self.at + 1].isdigit():
+            self.at += 1
+            return ("number", Fraction(self.text[self.at - 1]))
+        return self.atom()
+
+    def atom(self) -> tuple:
+        self.peek()
+        if match := _NUMERAL.match(self.text, self.at):
+            return self.number(match)
+        for opening in "({[":
+            if self.take(opening):
+                tree = self.sum()
+                self.need(_OPEN[opening])
+                return tree
+        if self.take("|"):
+            tree = self.sum()
+            self.need("|")
+            return ("abs", tree)
+        if match := _NAME.match(self.text, self.at):
+            self.at = match.end()
+            return self.name(match[0])
+        raise Unreadable("no value")
+
+    def number(self, match: re.Match) -> tuple:
+        """A numeral: decimal, with an exponent, with thousands separators, repeating, in a base."""
+        grouped = None if self.outer else _THOUSANDS.match(self.text, self.at)
+        text = (grouped or match)[0]
+        self.at += len(text)
+        if len(text) > 300:
+            raise Unreadable("a number of too many digits")
+        value = Fraction(text.replace(",", ""))
+        repeating = re.compile(r"\\overline\s?\{(\d{1,30})\}").match(self.text, self.at)
+        if repeating and "." in text:
+            self.at = repeating.end()
+            digits = len(text.partition(".")[2])
+            value += Fraction(int(repeating[1]), 10**digits * (10 ** len(repeating[1]) - 1))
+        if base := re.compile(r"_\s?\{?(\d{1,2})\}?").match(self.text, self.at):
+            self.at = base.end()
+            return ("symbol", f"{text} in base {base[1]}")  # equal to itself alone
+        return ("number", value)
+
+    def name(self, name: str) -> tuple:
+        bare = name.lstrip("\\")
+        if bare in FUNCTIONS:
+            return self.function(FUNCTIONS[bare])
+        if bare in CONSTANTS:
+            return ("constant", CONSTANTS[bare])
+        if name in (r"\frac", r"\binom"):
+            top = self.argument()
+            return ("/" if bare == "frac" else "binomial", top, self.argument())
+        if bare in ("lfloor", "lceil"):
+            tree = self.sum()
+            self.need(r"\rfloor" if bare == "lfloor" else r"\rceil")
+            return ("floor" if bare == "lfloor" else "ceil", tree)
+        if name[0] == "\\":
+            if bare not in _GREEK:
+                raise Unreadable(f"{name} is not known")
+            return self.symbol(bare)
+        if len(name) > 3:
+            raise Unreadable(f"{name!r} is a word")
+        tree = ("symbol", name[0])
+        for letter in name[1:-1]:  # xyz is x·y·z
+            tree = ("*", tree, ("symbol", letter))
+        return self.symbol(name) if len(name) == 1 else ("*", tree, self.symbol(name[-1]))
+
+    def symbol(self, name: str) -> tuple:
+        if index := re.compile(r"_\s?(?:\{(\w{1,9})\}|(\w))").match(self.text, self.at):
+            self.at = index.end()
+            name += f"_{index[1] or index[2]}"
+        return ("symbol", name)
+
+    def function(self, name: str) -> tuple:
+        r"""sqrt, log, sin …: \sqrt[3]{2}, \log_2 8, \sin^2 x, sin(x), and \sqrt3."""
+        degree = power = None
+        if name == "sqrt" and self.take("["):
+            degree = self.sum()
+            self.need("]")
+        if name == "log" and self.take("_"):
+            degree = self.argument()
+        if name != "sqrt" and self.take("^"):
+            power = self.argument()
+        if name == "sqrt" and not self.peek("("):
+            tree = self.argument()
+        elif self.peek("(", "{"):
+            tree = self.atom()
+        else:  # sin 2x: up to the next sign
+            tree = self.power()
+            while self.starts_factor() and not re.match(r"\\?(?:sin|cos|tan|log|ln)",
+                                                        self.text[self.at:]):  # fmt: skip
+                tree = ("*", tree, self.power())
+        if degree is not None:
+            tree = ("root", tree, degree) if name == "sqrt" else (
+                "/", ("log", tree), ("log", degree))  # fmt: skip
+        else:
+            tree = (name, tree)
+        return tree if power is None else ("^", tree, power)
+
+
+# --- Values ------------------------------------------------------------------------------------
+
+_THREAD = threading.local()  # mpmath's contexts change their precision as they compute
+
+
+def real_numbers():
+    """This thread's 60-digit arithmetic (mpmath, which sympy brings, and torch brings sympy)."""
+    if not hasattr(_THREAD, "context"):
+        import mpmath
+
+        _THREAD.context = mpmath.MPContext()
+        _THREAD.context.dps = 60
+    return _THREAD.context
+
+
+def value_of(tree: tuple, point: int) -> Any:
+    """A tree's value: a Fraction as long as it is rational, else an mpmath number of 60 digits.
+    `point` says which numbers its symbols stand for. Raises Unreadable where it has none."""
+    kind, *parts = tree
+    mp = real_numbers()
+    if kind == "number":
+        return parts[0]
+    if kind == "symbol":
+        seed = hashlib.sha256(f"{parts[0]}/{point}".encode()).digest()
+        size = Fraction(int.from_bytes(seed[:6], "big") + 1, 2**48) * 2 + Fraction(1, 3)
+        return -size if point == POINTS - 1 else size  # the last point is negative: |x| is not x
+    if kind == "constant":
+        return {"pi": +mp.pi, "e": +mp.e, "i": mp.mpc(0, 1), "inf": mp.inf}[parts[0]]
+    values = [value_of(part, point) for part in parts]
+    try:
+        value = exact(kind, *values)
+        if value is None:
+            value = inexact(mp, kind, [as_real(mp, one) for one in values])
+    except (ArithmeticError, ValueError, TypeError, NotImplementedError) as error:
+        raise Unreadable(f"{kind} has no value there: {error}") from error
+    if isinstance(value, Fraction):
+        if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+            raise Unreadable("too large")
+    elif mp.isnan(value) or (not mp.isinf(value) and value != 0 and abs(mp.mag(value)) > MAX_BITS):
+        raise Unreadable("too large")
+    return value
+
+
+def as_real(mp, value: Any) -> Any:
+    if isinstance(value, Fraction):
+        return mp.mpf(value.numerator) / value.denominator
+    return value
+
+
+def exact(kind: str, a: Any, b: Any = None) -> Fraction | None:
+    """An operation on fractions whose result is a fraction; None where it has to be computed."""
+    if not isinstance(a, Fraction) or not (b is None or isinstance(b, Fraction)):
+        return None
+    if kind in "+-*/":
+        if kind == "-":
+            return -a
+        return a + b if kind == "+" else a * b if kind == "*" else a / b
+    if kind == "abs":
+        return abs(a)
+    if kind in ("floor", "ceil"):
+        return Fraction(math.floor(a) if kind == "floor" else math.ceil(a))
+    if kind in ("!", "binomial"):
+        if a.denominator != 1 or not 0 <= a <= 1000 or (b is not None and b.denominator != 1):
+            raise ValueError("not a small whole number")
+        return Fraction(math.factorial(int(a)) if b is None else math.comb(int(a), int(b)))
+    if kind == "^" and b.denominator == 1:
+        size = max(a.numerator.bit_length(), a.denominator.bit_length())
+        if abs(b) * size > MAX_BITS:
+            raise ValueError("too large")
+        return a ** int(b)
+    if kind == "sqrt" and a >= 0:
+        top, bottom = math.isqrt(a.numerator), math.isqrt(a.denominator)
+        return (
+            Fraction(top, bottom) if (top**2, bottom**2) == (a.numerator, a.denominator) else None
+        )
+    return None
+
+
+def inexact(mp, kind: str, values: list) -> Any:
+    """The same in 60 digits."""
+    a, b = (*values, None)[:2]
+    if kind in "+-*/":
+        return -a if kind == "-" else a + b if kind == "+" else a * b if kind == "*" else a / b
+    if kind in ("^", "root"):
+        if kind == "root":
+            b = 1 / b
+            if mp.im(a) == 0 and mp.re(a) < 0 and mp.isint(1 / b) and int(1 / b) % 2:
+                return -((-a) ** b)  # the real cube root, as taught in school
+        if a != 0 and (abs(b) > MAX_BITS or abs(mp.re(b) * mp.mag(a)) > MAX_BITS):
+            raise ValueError("too large")
+        return mp.power(a, b)
+    if kind == "exp" and abs(a) > MAX_BITS / 2:
+        raise ValueError("too large")
+    if kind == "cbrt":
+        return mp.cbrt(a) if mp.re(a) >= 0 else -mp.cbrt(-a)
+    if kind in ("log10", "abs", "sqrt", "log", "exp", "sin", "cos", "tan", "cot", "sec", "csc",
+                "asin", "acos", "atan", "sinh", "cosh", "tanh", "floor", "ceil"):  # fmt: skip
+        return abs(a) if kind == "abs" else getattr(mp, kind)(a)
+    raise ValueError(f"no {kind} of such values")
+
+
+def same_value(a: Any, b: Any) -> bool:
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return a == b
+    mp = real_numbers()
+    a, b = as_real(mp, a), as_real(mp, b)
+    if mp.isinf(a) or mp.isinf(b):
+        return a == b
+    return abs(a - b) <= max(mp.mpf(10) ** -40 * max(abs(a), abs(b)), mp.mpf(10) ** -50)
+
+
+def same_expression(first: tuple, second: tuple) -> bool:
+    """Do two formulas have the same value at every point where both have one (of two at least)?"""
+    if symbols(first) != symbols(second) and not (symbols(first) and symbols(second)):
+        return False
+    points = range(POINTS if symbols(first) else 1)
+    compared = 0
+    for point in points:
+        try:
+            if not same_value(value_of(first, point), value_of(second, point)):
+                return False
+            compared += 1
+        except Unreadable:
+            continue
+    return compared >= min(2, len(points))
+
+
+def nodes(part: Any) -> Iterator[tuple]:
+    """All trees in a tree or an Answer, itself among them."""
+    if isinstance(part, tuple):
+        yield part
+    for inner in (
+        part.parts if isinstance(part, Answer) else part[1:] if isinstance(part, tuple) else ()
+    ):
+        yield from nodes(inner)
+
+
+def symbols(part: Any) -> frozenset[str]:
+    return frozenset(node[1] for node in nodes(part) if node[0] == "symbol")
+
+
+# --- Whole answers: numbers, lists, intervals, matrices, equations -------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an answer says, apart from how it is written."""
+
+    form: str  # value, list, set, matrix, equation …, or the ends of a tuple or interval: "[)"
+    parts: tuple = ()  # the trees or Answers in it
+    unit: str = ""
+
+
+def split_outside(text: str, separators: str) -> list[str]:
+    """Split at single characters that stand in no bracket. Raises Unreadable if none closes."""
+    pieces, depth, start = [], 0, 0
+    for place, sign in enumerate(text):
+        if sign in "([{⟦":
+            depth += 1
+        elif sign in ")]}⟧":
+            depth -= 1
+        elif depth == 0 and sign in separators:
+            pieces.append(text[start:place])
+            start = place + 1
+    if depth:
+        raise Unreadable("brackets that do not close")
+    return [*pieces, text[start:]]
+
+
+def read_answer(text: str) -> Answer:
+    """An answer in plain notation. Raises Unreadable where it is none that we know."""
+    text = text.strip()
+    if not text or len(text) > MAX_CHARACTERS:
+        raise Unreadable("empty, or too long")
+    if r"\pm" in text or r"\mp" in text:  # two answers at once
+        signs = [text.replace(r"\pm", a).replace(r"\mp", b) for a, b in (("+", "-"), ("-", "+"))]
+        return Answer("set", tuple(map(read_answer, signs)))
+    if matrix := _MATRIX.fullmatch(text):
+        rows = [row.split("&") for row in matrix[2].split("¶") if row.strip()]
+        form = "determinant" if matrix[1][0] in "vV" else "matrix"
+        return Answer(form, tuple(Answer("row", tuple(map(read_answer, row))) for row in rows))
+    text = re.sub(r"\A[A-Za-z]\s*\\in(?![A-Za-z])", "", text).strip()
+    if len(parts := re.split(r"\\cup(?![A-Za-z])", text)) > 1:
+        return Answer("set", tuple(map(read_answer, parts)))
+    if not _THOUSANDS.fullmatch(text.strip("$ ")):
+        items = split_outside(re.sub(r"\s(?:or|and)\s", ",", text), ",;")
+        if len(items) > 1:
+            # "1,000" inside a list of numbers with spaces stays one number
+            glued = split_outside(re.sub(r"(\d),(?=\d{3}(?!\d))", r"\1", text), ",;")
+            items = glued if len(glued) > 1 and ", " in text else items
+            return Answer("list", tuple(map(read_answer, filter(str.strip, items))))
+    closing = {"(": ")]", "[": "])", "⟦": "⟧"}.get(text[0], "")
+    if text[-1] in closing and closed_at(text) == len(text) - 1:
+        inner = split_outside(text[1:-1], ",;")
+        if len(inner) > 1 or text[0] == "⟦":
+            form = "set" if text[0] == "⟦" else text[0] + text[-1]
+            return Answer(form, tuple(map(read_answer, filter(str.strip, inner))))
+    if len(items := split_outside(text, ":")) > 1:  # a ratio, or a time of day
+        return Answer(":", tuple(map(read_answer, items)))
+    if _RELATION.search(text):
+        return inequality(text)
+    if len(sides := split_outside(text, "=")) > 1:
+        return equation(sides)
+    return value(text)
+
+
+def closed_at(text: str) -> int:
+    """Where the bracket that opens a text closes (of either kind: intervals mix them)."""
+    depth = 0
+    for place, sign in enumerate(text):
+        depth += (sign in "([{⟦") - (sign in ")]}⟧")
+        if depth == 0:
+            return place
+    return -1
+
+
+def value(text: str) -> Answer:
+    """One number or expression, with its unit."""
+    text, unit = split_unit(text)
+    reader = Reader(text.replace("$", ""))
+    tree = reader.whole(reader.sum)
+    if unit in MULTIPLES:
+        tree, unit = ("*", tree, ("number", Fraction(MULTIPLES[unit]))), ""
+    return Answer("value", (tree,), unit or ("$" if "$" in text else ""))
+
+
+def equation(sides: list[str]) -> Answer:
+    """x = 5: the last side is the answer, the first says of what; m + n = 2 + 31 = 33 likewise."""
+    left = re.sub(r"\A\s*([A-Za-z])\s?\(\s?[a-z]\s?\)\s*\Z", r"\1", sides[0])  # f(x) = …
+    return Answer("equation", (read_answer(left), read_answer(sides[-1])))
+
+
+def inequality(text: str) -> Answer:
+    r"""a \le x < b, x > 3 … as the interval that it describes."""
+    signs = [found[0] for found in _RELATION.finditer(text)]
+    sides = [side.strip() for side in _RELATION.split(text)]
+    strict = [sign in "<>" for sign in signs]
+    less = [sign in ("<", "<=", r"\le") for sign in signs]
+    if len(set(less)) > 1 or len(sides) > 3:
+        raise Unreadable("a chain of relations")
+    if not less[0]:  # 3 > x > 1 is 1 < x < 3
+        sides, strict = sides[::-1], strict[::-1]
+    infinite = Answer("value", (("constant", "inf"),))
+    if len(sides) == 2:
+        if re.fullmatch(r"[A-Za-z]", sides[0]):  # x < b
+            return Answer("(" + ")]"[not strict[0]], (minus(infinite), value(sides[1])))
+        if re.fullmatch(r"[A-Za-z]", sides[1]):  # a < x
+            return Answer("(["[not strict[0]] + ")", (value(sides[0]), infinite))
+        raise Unreadable("a relation of two formulas")
+    ends = "(["[not strict[0]] + ")]"[not strict[1]]
+    return Answer(ends, (value(sides[0]), value(sides[2])))
+
+
+def minus(answer: Answer) -> Answer:
+    return Answer("value", (("-", answer.parts[0]),))
+
+
+def same_answer(said: Answer, gold: Answer) -> bool:
+    """Do two answers say the same? Order counts in tuples and not in sets, and so do the ends of
+    intervals; x = 5 and 5 are the same, x = 5 and y = 5 are not."""
+    forms = {said.form, gold.form}
+    if forms == {"equation"}:
+        return same_equation(said, gold)
+    if "equation" in forms:
+        stated, plain = (said, gold) if said.form == "equation" else (gold, said)
+        return is_label(*stated.parts) and same_answer(stated.parts[1], plain)
+    if forms == {"value"}:
+        return same_quantity(said, gold)
+    if forms <= {"list", "set"}:  # a list without brackets may be a set, or a tuple
+        return same_in_any_order(said.parts, gold.parts)
+    if len(forms) > 1 and not ("list" in forms and forms & {"()", "[]"}):
+        return False
+    pairs = zip(said.parts, gold.parts, strict=False)
+    return len(said.parts) == len(gold.parts) and all(same_answer(a, b) for a, b in pairs)
+
+
+def same_in_any_order(first: tuple, second: tuple) -> bool:
+    left = list(second)
+    for part in first:
+        match = next((i for i, other in enumerate(left) if same_answer(part, other)), None)
+        if match is None:
+            return False
+        del left[match]
+    return not left
+
+
+def same_quantity(said: Answer, gold: Answer) -> bool:
+    (a,), (b,) = said.parts, gold.parts
+    if said.unit and gold.unit and said.unit != gold.unit:
+        return False
+    if same_expression(a, b):
+        return True
+    hundredth = ("number", Fraction(1, 100))
+    if (said.unit == "%") != (gold.unit == "%"):  # 50 % is 50, where percent is asked for, or 0.5
+        a, b = (("*", a, hundredth), b) if said.unit == "%" else (a, ("*", b, hundredth))
+        return same_expression(a, b)
+    return False
+
+
+def is_label(left: Answer, right: Answer) -> bool:
+    """Is the first side of an equation a name of the answer (x, f(x), m + n, (x, y)), or how it
+    was computed (2 + 3 = 5)?"""
+    if left.form == right.form == "value" and not symbols(left):
+        return same_quantity(left, right)
+    return not any(node[0] in ("number", "constant") for node in nodes(left))
+
+
+def same_equation(said: Answer, gold: Answer) -> bool:
+    """Two equations with the same solutions: left − right of one is a constant times the other's.
+    Two assignments are the same if what is assigned to, and its value, are."""
+    if {part.form for part in (*said.parts, *gold.parts)} != {"value"}:
+        return said.parts[0] == gold.parts[0] and same_answer(said.parts[1], gold.parts[1])
+    first, second = (
+        ("+", left.parts[0], ("-", right.parts[0])) for left, right in (said.parts, gold.parts)
+    )
+    if symbols(first) != symbols(second) or not symbols(first):
+        return False
+    ratios = []
+    try:
+        for point in range(POINTS):
+            values = [value_of(tree, point) for tree in (first, second)]
+            if same_value(values[0], Fraction(0)) or same_value(values[1], Fraction(0)):
+                return False
+            ratios.append(value_of(("/", *(("number", value) for value in values)), point))
+    except Unreadable:
+        return False
+    return all(same_value(ratio, ratios[0]) for ratio in ratios)
+
+
+def math_equal(prediction: str, reference: str) -> bool:
+    """Is an answer mathematically the reference? Where one of them is no mathematics that we read,
+    they have to be the same text, white space and dress aside. No time limit is needed: the length,
+    depth and size of what is computed are bounded. Never raises."""
+    said, gold = plain_notation(str(prediction)[:2000]), plain_notation(str(reference)[:2000])
+    if not said or not gold:
+        return False
+    # "2 3" is not "23"; Yes is yes, but X is not x
+    texts = [re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", one) for one in (said, gold)]
+    words = [bool(re.fullmatch(r"[A-Za-z]{2,}", one)) for one in texts]
+    texts = [one.lower() if word else one for one, word in zip(texts, words, strict=True)]
+    if texts[0] == texts[1] or all(words):
+        return texts[0] == texts[1]
+    try:
+        return same_answer(read_answer(said), read_answer(gold))
+    except (Unreadable, RecursionError):
+        return False
+
+
+_PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
+
+
+def is_number(text: str) -> bool:
+    """Is a reference a mere number: an integer, decimal or fraction, also of $ or %?"""
+    bare = plain_notation(text[:300]).strip("$ ").removesuffix("%").strip()
+    return bool(
+        re.search(r"\d", bare) and re.fullmatch(rf"[+-]?\s?{_PLAIN}(?:\s?/\s?{_PLAIN})?", bare)
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Multiple choice, GAIA, Game of 24, verdicts
 # ------------------------------------------------------------------------------------------------
 
-_DECIMAL = r"(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)?(?:\.[0-9]+)?"
-_NUMBER = re.compile(rf"([+-]?)\s?({_DECIMAL})(?:\s?/\s?([+-]?)({_DECIMAL}))?")
+LETTERS = string.ascii_uppercase
+_LABEL_WORD = r"(?i:(?:the\s)?(?:final\s|correct\s)?(?:answer|option|choice))"
+_SAID_LETTER = re.compile(  # "the answer is therefore (B)"; a small letter would be a word
+    r"\b(?i:answer|option|choice)s?\b"
+    r"(?:\s+(?i:is|are|was|be|would|should|must|seems?|to|likely|clearly|the|correct|option|choice"
+    r"|therefore|thus)\b|[\s:=*$_`(\[{\"'-]){0,12}"
+    r"(?P<no>(?i:not)\s+(?:option\s+|\(?[A-Z]\)?\s+but\s+(?:rather\s+)?)?)?"
+    r"\(?(?P<letter>[A-Z])(?![A-Za-z0-9'])"
+)
+_LEAD = re.compile(rf"\A(?:{_LABEL_WORD}\b\s*(?:(?i:is)\b|[:=])?\s*)+")
+_NEGATION = re.compile(
+    r"\b(?:not|never|neither|nor|isn't|wasn't|cannot|no|incorrect|wrong|except)\b", re.I
+)
 
 
-def _bare(text: str) -> str:
-    """An answer without what only dresses it: math marks, bold, a full stop, a percent sign."""
-    text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\%", "%").strip()
-    text = text.replace("\\(", "").replace("\\)", "").replace("\\$", "").replace("$", "")
-    return text.strip("*` \t\n").removesuffix(".").strip().removesuffix("%").strip()
+def option_texts(choices: list[str]) -> list[str]:
+    """The options without their marks, where all of them have one: "B. Nitrogen" is "Nitrogen"."""
+    marked = [re.match(r"\s*\(?([A-Z])[.):]\s*(?=\S)", str(option)) for option in choices]
+    if all(m and m[1] == letter for m, letter in zip(marked, LETTERS, strict=False)):
+        choices = [str(option)[m.end() :] for m, option in zip(marked, choices, strict=True)]
+    return [str(option).strip() for option in choices]
 
 
-def _number(text: str) -> Fraction | None:
-    """The exact value of an integer, decimal or simple fraction, or None. Thousands separators
-    need groups of three digits; no exponents or powers, so that nothing can grow large."""
-    match = _NUMBER.fullmatch(text) if len(text) <= 300 else None
-    if match is None or not match[2]:
+def chosen_letter(text: str | None, choices: list[str]) -> str | None:
+    """The option that a reply states, as its letter; None where it states none or several.
+
+    In this order: the whole text is a letter or an option; its last statement "the answer is B";
+    the one option whose text occurs in it, and is not denied.
+    """
+    options = option_texts(choices)
+    letters = LETTERS[: len(options)]
+    plain = [normalize_text(option, True) for option in options]
+    text = unicodedata.normalize("NFKC", text or "")
+    for _ in range(3):
+        text = _WORDS.sub(r"\1", text)
+    bare = _LEAD.sub("", text.strip().strip("*`$ \n")).strip("*`$ \n")
+    if lone := re.fullmatch(r"\(?\s*([A-Za-z])\s*[.):]*", bare):
+        return lone[1].upper() if lone[1].upper() in letters else None
+
+    def exactly(words: str) -> str | None:
+        """The letter of the option that these words are."""
+        found = [i for i, one in enumerate(options) if one.lower() == words.lower().rstrip(".")]
+        if not found and (words := normalize_text(words, True)):
+            found = [i for i, one in enumerate(plain) if one == words]
+        return letters[found[0]] if len(found) == 1 else None
+
+    if letter := exactly(bare):
+        return letter
+    marked = re.fullmatch(r"\(?([A-Z])[.):]\s*(.*)", bare, re.DOTALL)  # "B. Nitrogen", "B) since …"
+    if marked and marked[1] in letters:
+        return marked[1] if exactly(marked[2]) in (None, marked[1]) else None
+    stated = [
+        found["letter"]
+        for found in _SAID_LETTER.finditer(text)
+        if found["letter"] in letters and not (found["no"] and "but" not in found["no"])
+    ]
+    if stated:
+        return stated[-1]
+    said = f" {normalize_text(bare, True)} "
+    named = [i for i, option in enumerate(plain) if option and f" {option} " in said]
+    # "vitamin" occurs in "vitamin A", too
+    inside = {i for i in named for j in named if i != j and f" {plain[i]} " in f" {plain[j]} "}
+    left = [i for i in named if i not in inside]
+    return letters[left[0]] if len(left) == 1 and not _NEGATION.search(text) else None
+
+
+def choice_equal(prediction: str | None, reference: str, choices: list[str]) -> bool:
+    """Does a reply choose the right option? The reference is a letter, an option, or both."""
+    right = chosen_letter(str(reference), choices)
+    return right is not None and chosen_letter(prediction, choices) == right
+
+
+_GAIA_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][+-]?\d{1,3})?")
+
+
+def gaia_number(text: str) -> Fraction | None:
+    """A number as GAIA reads it: without $, % and thousands separators; finite."""
+    bare = re.sub(r"[$%\s]", "", text) if len(text) <= 300 else ""
+    if not re.search(r"\d", bare) or not _GAIA_NUMBER.fullmatch(bare):
         return None
-    top = Fraction(match[1] + match[2].replace(",", ""))
-    if match[4] is None:
-        return top
-    bottom = Fraction(match[3] + match[4].replace(",", "")) if match[4] else Fraction(0)
-    return top / bottom if bottom else None
+    return Fraction(re.sub(r"\.(?!\d)", "", bare.replace(",", "")))
 
 
-def _same_math(prediction: str, reference: str) -> bool:
-    """Equal as numbers, exactly; where neither is a number, equal as text without white space."""
-    said, gold = _bare(prediction), _bare(reference)
-    values = _number(said), _number(gold)
-    if values != (None, None):
-        return values[0] == values[1]
-    return bool(said) and "".join(said.split()) == "".join(gold.split())
+def gaia_equal(prediction: str, reference: str) -> bool:
+    """GAIA's own rule, by the type of the reference: a number; a list at , or ; of the same length,
+    element by element; a text without white space, punctuation and case."""
+
+    def text(value: str, drop: str = string.punctuation) -> str:
+        return "".join(c for c in value.lower() if not c.isspace() and c not in drop)
+
+    gold = gaia_number(reference)
+    if gold is not None and gaia_number(prediction) == gold:
+        return True
+    if re.search(
+        r"[,;]", reference
+    ):  # also "1,234", which the official rule takes for a list of two
+        said, right = (re.split(r"[,;]", value) for value in (prediction, reference))
+        return len(said) == len(right) and all(
+            (gaia_number(b) is not None and gaia_number(a) == gaia_number(b))
+            or (gaia_number(b) is None and text(a, "") == text(b, "") != "")
+            for a, b in zip(said, right, strict=True)
+        )
+    if gold is not None:
+        return False
+    if text(reference):
+        return text(prediction) == text(reference)
+    return bool(reference.strip()) and prediction.strip() == reference.strip()
+
+
+_GAME_TOKEN = re.compile(r"\s*(\d+|[-+*/()])")
+
+
+def game24_equal(prediction: str, numbers: list[int]) -> bool:
+    """Does an expression use each number exactly once and make 24, exactly? +, -, *, / and brackets
+    only; what stands behind a "=" is not trusted. Never eval: a reader of twenty lines."""
+    text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], unicodedata.normalize("NFKC", prediction))
+    text = _LAYOUT.sub("", text).replace("^", "?")  # powers are not read
+    for _ in range(6):  # innermost first
+        text = re.sub(r"\\frac\s?\{([^{}]*)\}\s?\{([^{}]*)\}", r"((\1)/(\2))", text)
+    text = text.split("=")[0].strip("*`. \n")
+    tokens, at = [], 0
+    while at < len(text.rstrip()) and len(tokens) < 60:
+        match = _GAME_TOKEN.match(text, at)
+        if not match or (tokens and tokens[-1].isdigit() and match[1].isdigit()):
+            return False  # a foreign sign, or two numbers side by side
+        tokens.append(match[1])
+        at = match.end()
+    used = sorted(int(token) for token in tokens if token.isdigit() and len(token) < 6)
+    if used != sorted(map(int, numbers)):
+        return False
+    tokens.append("end")
+
+    def operand() -> Fraction:
+        token = tokens.pop(0)
+        if token.isdigit():
+            return Fraction(int(token))
+        if token != "(":
+            raise Unreadable(token)
+        result = chain(("+", "-"), lambda: chain(("*", "/"), operand))
+        if tokens.pop(0) != ")":
+            raise Unreadable("bracket")
+        return result
+
+    def chain(signs: tuple[str, str], part: Callable[[], Fraction]) -> Fraction:
+        result = part()
+        while tokens[0] in signs or (signs[0] == "*" and tokens[0] == "("):  # (1+1)(6+6)
+            sign = tokens.pop(0) if tokens[0] in signs else "*"
+            other = part()
+            result = {"+": result + other, "-": result - other, "*": result * other}.get(
+                sign, result / other if sign == "/" else None)  # fmt: skip
+        return result
+
+    try:
+        result = chain(("+", "-"), lambda: chain(("*", "/"), operand))
+        return tokens == ["end"] and result == 24
+    except (Unreadable, ZeroDivisionError, IndexError, RecursionError):
+        return False
+
+
+_VERDICT = re.compile(
+    r"\b(?:verdict|correct|judge?ment|grade)\b[\"'*`]*\s*[:=]\s*[\"'*`\[(]*"
+    r"(not[ _-]?correct|incorrect|correct|wrong|right|yes|no|true|false|[abc])\b",
+    re.IGNORECASE,
+)
+_LONE_VERDICT = re.compile(
+    r"[\s\"'*`(\[]*(not[ _-]?correct|incorrect|correct|wrong|yes|no|true|false|[ABC])"
+    r"[\s\"'*`)\].!]*\Z"
+)
+_MENTION = re.compile(
+    r"(?P<no>\b(?:not|isn't|never|hardly|n't)\s+(?:(?:quite|entirely|fully|really)\s+)?)?"
+    r"\b(?P<word>incorrect|correct|wrong)\b(?!\s+(?:answer|value|option|response)\s+(?:is|was|would))",
+    re.IGNORECASE,
+)
+_HALF = re.compile(
+    r"\b(?:partial|partially|partly|almost|nearly|mostly|half|if|whether)\b", re.IGNORECASE
+)
+_RIGHT = {"correct", "right", "yes", "true", "a"}
+
+
+def parse_judge(text: str | None) -> bool | None:
+    """A judge's verdict: True, False, or None where it cannot be read (a failure, never a pass).
+
+    In this order: the last "Verdict: …"; a last line that is a verdict alone (CORRECT, yes, A =
+    right, B and C = not); the words correct, incorrect, wrong, where all of them say the same.
+    """
+    text = drop_thinking(text).replace("’", "'").strip()
+    if labelled := _VERDICT.findall(text):
+        return labelled[-1].lower() in _RIGHT
+    lines = [line for line in text.split("\n") if line.strip()] or [""]
+    for line in (lines[-1], lines[-1].rpartition(". ")[2]):
+        word = _LONE_VERDICT.match(line) or _LONE_VERDICT.match(
+            line.lower() if len(line) > 3 else line
+        )
+        if word:
+            return word[1].lower() in _RIGHT
+    said = {(m["word"].lower() == "correct") != bool(m["no"]) for m in _MENTION.finditer(text)}
+    return said.pop() if len(said) == 1 and not _HALF.search(text) else None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -226,33 +1082,40 @@ def score(
 ) -> float:
     """How right a reply is, 0..1. The reward in training and the score of a benchmark.
 
-    kind: "text" with metric "em" (default), "f1" or "f1_hotpot"; "math": plain numbers, compared
-    exactly (integers, decimals, thousands separators, leading zeros, a/b; a percent sign is
-    dropped), anything else by equality of the strings. "mc", "gaia", "game24" (which need
-    `choices`, `numbers`) raise NotImplementedError, an unknown kind or metric ValueError.
+    kind: "text" (metric "em", the default, "f1" or "f1_hotpot"), "math", "mc" (needs the options,
+    `choices`), "gaia", "game24" (needs the four `numbers`). Raises ValueError for another kind or
+    metric, or where what a kind needs is missing.
     reference: a string, a number, or a list of aliases, of which the best counts.
     response: the whole reply, or with `extracted=True` the answer itself; None scores 0. Without
-    an explicit answer, math scores 0 and text takes the whole reply. Empty answers never score.
+    an explicit answer math scores 0, and the other kinds look at the whole reply. Empty answers
+    never score.
     """
-    if kind in ("mc", "gaia", "game24"):
-        raise NotImplementedError(f"answers of kind '{kind}' cannot be scored yet")
-    if kind not in ("text", "math"):
+    if kind not in KINDS or kind == "auto":
         raise ValueError(f"unknown kind '{kind}': use text, math, mc, gaia or game24")
-    if metric not in (None, "em", "f1", "f1_hotpot"):
+    if metric not in METRICS:
         raise ValueError(f"unknown metric '{metric}': use em, f1 or f1_hotpot")
+    if {"mc": choices, "game24": numbers}.get(kind, True) is None:
+        raise ValueError(f"kind {kind} needs {'choices' if kind == 'mc' else 'numbers'}")
     aliases = reference if isinstance(reference, (list, tuple)) else [reference]
     aliases = [str(alias) for alias in aliases if alias is not None]
     answer = response if extracted else extract_answer(response)
-    if answer is None and kind == "text":
+    if answer is None and kind != "math":
         # Tags with nothing between them are an empty answer, not a missing one.
         whole = drop_thinking(response)
         answer = None if _TAG.search(whole) else whole
-    if answer is None:
+        if answer and kind == "game24":  # work, then a line with the expression
+            answer = re.sub(r"\A\s*answer\s*:", "", answer.strip().split("\n")[-1], flags=re.I)
+    if answer is None or not answer.strip():
         return 0.0
-    if kind == "math":
-        return float(any(_same_math(answer, alias) for alias in aliases))
-    exact, f1 = text_scores(answer, aliases, hotpot=metric == "f1_hotpot")
-    return exact if metric in (None, "em") else f1
+    if kind == "text":
+        exact, f1 = text_scores(answer, aliases, hotpot=metric == "f1_hotpot")
+        return exact if metric in (None, "em") else f1
+    if kind == "game24":
+        return float(game24_equal(answer, numbers))
+    if kind == "mc":
+        return float(any(choice_equal(answer, alias, choices) for alias in aliases))
+    same = math_equal if kind == "math" else gaia_equal
+    return float(any(same(answer, alias) for alias in aliases))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -262,9 +1125,23 @@ def score(
 DATA = Path(__file__).resolve().parent / "data"
 QUESTION_FIELDS = ("question", "query", "prompt", "problem", "input")
 REFERENCE_FIELDS = (
-    "answer", "answers", "result", "solution", "ground_truth", "golden_answers", "target",
+    "answer",
+    "answers",
+    "result",
+    "solution",
+    "ground_truth",
+    "golden_answers",
+    "target",
 )
 ID_FIELDS = ("id", "pid", "idx", "_id")
+CHOICE_FIELDS = ("choices", "options")
+KINDS = ("auto", "text", "math", "mc", "gaia", "game24")
+METRICS = (None, "em", "f1", "f1_hotpot")
+# Some public copies glue this to the question, and a search tool would be sent it.
+_INSTRUCTION = re.compile(
+    r"\s*When ready, output the (?:final )?answer enclosed in <answer> and </answer> tags\..*\Z",
+    re.DOTALL | re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -272,20 +1149,39 @@ class Question:
     """A question with its reference answers (aliases: any of them is right)."""
 
     id: str
-    text: str
+    text: str  # what the flow is asked: of multiple choice with the options below, one a line
     references: list[str]
-    kind: str = "all"  # what the table groups by; no influence on the score
+    group: str = "all"  # what the table groups by; no influence on the score
+    kind: str = "auto"  # how it is scored: one of KINDS; auto: by what the references look like
+    choices: tuple[str, ...] | None = None  # of "mc": the options, A first; references are letters
+    numbers: tuple[int, ...] | None = None  # of "game24"
+    metric: str | None = None  # of "text": one of METRICS
+    source: str = ""  # the set or the file that it comes from
+    own: Callable | None = field(default=None, repr=False, compare=False)  # see with_reward
 
     def reward(self, response: str | None) -> float:
-        """R in {0, 1}: the verifiable outcome of the whole roll-out. Nothing else is rewarded.
+        """R in 0..1: the verifiable outcome of the whole roll-out. Nothing else is rewarded.
 
-        Numbers are compared as numbers, everything else as normalised text.
+        Kind "auto": numbers are compared as numbers, everything else as normalised text. NaN where
+        a reward function of one's own failed: then nobody knows how right the reply is.
         """
-        numbers = [item for item in self.references if _number(_bare(item)) is not None]
-        texts = [item for item in self.references if item not in numbers]
+        if self.own:
+            try:
+                # without `own`, so that the function may ask for the rule, question.reward(...)
+                plain = dataclasses.replace(self, own=None)
+                return own_reward(self.own, response or "", plain)
+            except ValueError as error:
+                warnings.warn(f"--reward: {error} Such roll-outs have no reward.", stacklevel=2)
+                return math.nan
+        if self.kind != "auto":
+            choices, numbers = (value and list(value) for value in (self.choices, self.numbers))
+            how = {"choices": choices, "numbers": numbers, "metric": self.metric}
+            return score(self.kind, response, self.references, **how)
+        numeric = [item for item in self.references if is_number(item)]
+        texts = [item for item in self.references if item not in numeric]
         return max(
-            score("math", response, numbers) if numbers else 0.0,
-            score("text", response, texts) if texts else 0.0,
+            score("math", response, numeric) if numeric else 0.0,
+            score("text", response, texts, metric=self.metric) if texts else 0.0,
         )
 
 
@@ -300,7 +1196,8 @@ def load_questions(path: str | Path) -> list[Question]:
     except OSError as error:
         raise ValueError(
             f"The question file {path} cannot be read ({error.strerror}). Give a JSON or JSONL "
-            'file, or "builtin".'
+            f'file, "builtin", or sets by name: {", ".join(TRAINING)} to train on, "all" or '
+            f"{', '.join(BENCHMARKS)} to measure on."
         ) from error
     try:
         if raw[:2] == b"\x1f\x8b":  # gzip, whatever the name says
@@ -310,7 +1207,7 @@ def load_questions(path: str | Path) -> list[Question]:
         raise ValueError(f"{path} is no UTF-8 text, gzipped or not: {error}.") from error
     try:
         questions = [
-            read_question(record, f"{path}, line {line}", line)
+            read_question(record, f"{path}, line {line}", line, path.name)
             for line, record in records(text, path)
         ]
     except RecursionError as error:
@@ -328,7 +1225,7 @@ def load_questions(path: str | Path) -> list[Question]:
     return questions
 
 
-def records(text: str, path: Path) -> list[tuple[int, object]]:
+def records(text: str, path: str | Path) -> list[tuple[int, object]]:
     """(line, record) of a JSON list or of JSON lines."""
     if text.lstrip().startswith("["):
         try:
@@ -346,7 +1243,7 @@ def records(text: str, path: Path) -> list[tuple[int, object]]:
     return found
 
 
-def read_question(record: object, where: str, line: int) -> Question:
+def read_question(record: object, where: str, line: int, source: str = "") -> Question:
     """One record as a Question; a sentence for each way in which it can be none."""
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a JSON object with question and answer is needed.")
@@ -354,25 +1251,57 @@ def read_question(record: object, where: str, line: int) -> Question:
     def first(fields: tuple[str, ...]):
         return next((record[name] for name in fields if record.get(name) is not None), None)
 
-    text, reference, identity = map(first, (QUESTION_FIELDS, REFERENCE_FIELDS, ID_FIELDS))
-    if not isinstance(text, str) or not text.strip():
+    text, reference, identity, options = map(
+        first, (QUESTION_FIELDS, REFERENCE_FIELDS, ID_FIELDS, CHOICE_FIELDS)
+    )
+    if isinstance(text, list) and text and isinstance(text[-1], dict):
+        text = text[-1].get("content")  # a conversation, as TRL's sets have it
+    text = _INSTRUCTION.sub("", text).strip() if isinstance(text, str) else ""
+    options = options or None  # an empty list is none
+    if not text:
         raise ValueError(f"{where}: no question; one of {', '.join(QUESTION_FIELDS)} is needed.")
+    kind, group, metric, numbers = map(record.get, ("kind", "group", "metric", "numbers"))
+    kind = kind or ("auto" if options is None else "mc")
+    check_kind(kind, metric, options, numbers, where)
     references = reference if isinstance(reference, list) else [reference]
-    references = [reference_text(item, where) for item in references if item is not None]
+    references = [item for item in references if item is not None]
+    choices = None
+    if kind == "mc":
+        named = read_choices(options, where)
+        references = [letter_of(item, named, where) for item in references]
+        choices = tuple(option for _, option in named)
+        text = "\n".join([text, *(f"{a}) {b}" for a, b in zip(LETTERS, choices, strict=False))])
+    references = [reference_text(item, where) for item in references]
     references = list(dict.fromkeys(item for item in references if item))
+    if not references and kind == "game24":
+        references = ["24"]
     if not references:
         raise ValueError(f"{where}: no answer; one of {', '.join(REFERENCE_FIELDS)} is needed.")
-    kind = record.get("kind")
+    identity = str(line if identity is None else identity)
+    group = "all" if group is None else str(group)
+    numbers = tuple(numbers) if kind == "game24" else None
+    question = Question(identity, text, references, group, kind, choices, numbers, metric, source)
     try:
-        json.dumps([text, references, kind, identity], ensure_ascii=False).encode()
+        json.dumps(dataclasses.astuple(question), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # half of a pair of surrogates: no file could hold it
         raise ValueError(f"{where}: {error.object[error.start]!r} is no character.") from error
-    return Question(
-        str(line if identity is None else identity),
-        text.strip(),
-        references,
-        kind if isinstance(kind, str) else "all",
-    )
+    return question
+
+
+def check_kind(kind, metric, options, numbers, where: str) -> None:
+    """Raises ValueError where a record asks for a scoring that there is not, or lacks its part."""
+    if kind not in KINDS:
+        raise ValueError(
+            f"{where}: kind is {kind!r}; use one of {', '.join(KINDS)}, or leave it out. What a "
+            "table shall group by stands in group."
+        )
+    if metric not in METRICS:
+        raise ValueError(f"{where}: metric is {metric!r}; use em, f1 or f1_hotpot.")
+    if (options is not None) != (kind == "mc"):
+        raise ValueError(f"{where}: choices and kind mc need each other; kind is {kind}.")
+    right = isinstance(numbers, list) and len(numbers) == 4 and {*map(type, numbers)} == {int}
+    if kind == "game24" and not right:
+        raise ValueError(f"{where}: numbers is {numbers!r}; kind game24 needs four integers.")
 
 
 def reference_text(item: object, where: str) -> str:
@@ -386,21 +1315,613 @@ def reference_text(item: object, where: str) -> str:
     return str(item).strip()
 
 
+def read_choices(options: object, where: str) -> list[tuple[set, str]]:
+    """(what a reference may call it, text) of each option of a list or a dict, A first.
+
+    Names are the letter and the index from 0 (of a list), or the key (of a dict). An option that
+    is null is none, but those after it keep their names. "A. " is dropped where all texts begin so.
+    """
+    if isinstance(options, list):
+        items = [({LETTERS[i % 26], i}, option) for i, option in enumerate(options)]
+    else:
+        pairs = options.items() if isinstance(options, dict) else ()
+        items = [({str(key).strip().upper()}, option) for key, option in pairs]
+
+    def text(option: object) -> str:
+        plain = isinstance(option, (str, int, float))
+        return " ".join(reference_text(option, where).split()) if plain else ""
+
+    named = [(names, text(option)) for names, option in items if option is not None]
+    if not 2 <= len(named) <= len(options) <= 26 or not all(option for _, option in named):
+        raise ValueError(f"{where}: choices must be a list or an object of 2 to 26 texts.")
+    mark = re.compile(r"\(?([A-Za-z])[.):]\s+(?=\S)")
+    if all((m := mark.match(option)) and m[1].upper() in names for names, option in named):
+        named = [(names, mark.sub("", option, count=1)) for names, option in named]
+    return named
+
+
+def letter_of(reference: object, named: list[tuple[set, str]], where: str) -> str:
+    """The letter of the option that a reference means: by letter or key ("B", "(B)"), by text, or
+    by index. Raises ValueError where it means none, or where these rules disagree."""
+    text = " ".join(reference_text(reference, where).split())
+    name = re.sub(r"\A\(?(\w+)[).:]?\Z", r"\1", text).upper()
+    bare = re.sub(r"\A\(?[A-Za-z][.):]\s+", "", text)  # "B. Paris" where the marks were dropped
+
+    def places(fits: Callable) -> set[int]:
+        return {i for i, (names, option) in enumerate(named) if fits(names, option)}
+
+    found = places(lambda names, option: option in (text, bare))  # case decides where it can
+    found = found or places(lambda names, option: option.lower() == bare.lower())
+    index = int(name) if type(reference) is int or not found and name.isdecimal() else None
+    found |= places(lambda names, _: name in names or index in names)
+    if len(found) != 1:
+        problem = "may mean more than one" if found else "is none"
+        raise ValueError(
+            f"{where}: the answer {reference!r} {problem} of the choices. Give the letter with a "
+            'bracket: "B)".'
+        )
+    return LETTERS[found.pop()]
+
+
+def own_reward(function: Callable, response: str, question: Question) -> float:
+    """function(response, question), checked: a number from 0 to 1. NumPy's and torch's scalars and
+    bools are numbers too. Raises ValueError with what is wrong."""
+    try:
+        value = function(response, question)
+        value = value.item() if hasattr(value, "item") else value
+    except Exception as error:  # somebody's own code may raise whatever it likes
+        raise ValueError(f"the function raised {type(error).__name__}: {error}.") from error
+    if not isinstance(value, Real) or not 0 <= value <= 1:  # NaN is in no range
+        raise ValueError(f"the function returned {value!r}, which is no number from 0 to 1.")
+    return float(value)
+
+
+def load_reward(spec: str) -> Callable:
+    """The function that --reward FILE.py:NAME means:
+
+        def my_function(response: str, question: Question) -> float   # 0..1
+
+    response: the generator's whole reply. Raises ValueError where there is no such function.
+    """
+    path, _, name = spec.rpartition(":")
+    if not Path(path).is_file() or not path.endswith(".py"):
+        raise ValueError(f"--reward {spec}: there is no such file. Give FILE.py:FUNCTION.")
+    found = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module  # a dataclass in it is looked up there
+    try:
+        found.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a syntax error, a missing package, whatever
+        raise ValueError(
+            f"--reward: {path} cannot be imported ({type(error).__name__}: {error})."
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"--reward: {path} has no function {name!r}.")
+    return function
+
+
+def with_reward(questions: list[Question], spec: str) -> list[Question]:
+    """The questions with --reward's function as their judge ("": with the rule of their kind).
+
+    It is tried on a right answer to the first question, so that a mistake shows before the run.
+    """
+    if not spec:
+        return questions
+    function = load_reward(spec)
+    try:
+        own_reward(function, f"<answer> {questions[0].references[0]} </answer>", questions[0])
+    except ValueError as error:
+        raise ValueError(f"--reward {spec}: on a trial {error}") from error
+    return [dataclasses.replace(question, own=function) for question in questions]
+
+
 def split_questions(questions: list[Question]) -> tuple[list[Question], list[Question]]:
     """(training, held out): a tenth is held out, chosen by a hash of the id, so that the choice
-    stays when questions are added or moved."""
-    held_out = [
-        int.from_bytes(hashlib.sha256(question.id.encode()).digest()[:8], "big") % 10 == 0
+    stays when questions are added or moved. Of two and more at least one is."""
+    hashes = [
+        int.from_bytes(hashlib.sha256(question.id.encode()).digest()[:8], "big")
         for question in questions
     ]
+    held_out = [value % 10 == 0 for value in hashes]
+    if len(questions) > 1 and len({*held_out}) == 1:  # so few that none, or all, would be
+        held_out = [value == min(hashes) for value in hashes]
     train = [question for question, out in zip(questions, held_out, strict=True) if not out]
     return train, [question for question, out in zip(questions, held_out, strict=True) if out]
 
 
 def evenly_spread(questions: list[Question], count: int) -> list[Question]:
-    """`count` of them, every so many-th, so that a sorted file gives some of each kind; 0: all."""
+    """`count` of them, every so many-th, so that a sorted file gives some of each group; 0: all."""
     count = min(count or len(questions), len(questions))
     return [questions[i * len(questions) // count] for i in range(count)]
+
+
+# --- Sets by name: the ten benchmarks, and the two that the paper trains on ---------------------
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Where a public set is read from, and how its rows become questions."""
+
+    title: str
+    dataset: str  # OWNER/NAME on the Hugging Face hub (of the .csv: on GitHub)
+    part: str  # CONFIG/SPLIT of the datasets server; or, with a dot, a file that is read whole
+    rows: int  # of that part when this was written: with other rows the sample is another
+    items: int  # how many are run, as in the paper; 0: as many as training needs
+    fields: dict[str, str]  # what record_of and a question file call it -> the set's column
+    kind: str
+    metric: str | None = None
+    gated: bool = False  # its terms want to be accepted first
+    paper: tuple[float, ...] = ()  # published accuracy in %, in the order of PAPER_COLUMNS
+
+
+PAPER_COLUMNS = (
+    "Qwen2.5-7B-Instruct alone",
+    "GPT-4o alone",
+    "AgentFlow untrained",
+    "AgentFlow + Flow-GRPO",
+)
+_FLASHRAG = "RUC-NLPIR/FlashRAG_datasets"
+_SEARCH = {"id": "id", "question": "question", "answer": "golden_answers"}
+_GAIA = {"id": "task_id", "question": "Question", "answer": "Final answer", "level": "Level",
+         "file": "file_name"}  # fmt: skip
+_AIME = {"id": "ID", "question": "Problem", "answer": "Answer"}
+_AMC = {"id": "id", "question": "question", "answer": "answer"}
+_GPQA = {"question": "Question", "right": "Correct Answer", "wrong 1": "Incorrect Answer 1",
+         "wrong 2": "Incorrect Answer 2", "wrong 3": "Incorrect Answer 3"}  # fmt: skip
+_MEDQA = {"question": "question", "choices": "options", "answer": "answer_idx"}
+# Search sets count exact matches, the rule of their own papers. GPQA is "main": the official
+# repository holds 300 of its questions, more than "diamond" has.
+BENCHMARKS = {
+    "bamboogle": QuestionSet("Bamboogle", _FLASHRAG, "bamboogle/test.jsonl", 125, 125, _SEARCH,
+                             "text", "em", False, (12.0, 68.8, 58.4, 69.6)),
+    "2wiki": QuestionSet("2WikiMultihopQA", _FLASHRAG, "2wikimultihopqa/dev", 12576, 100, _SEARCH,
+                         "text", "em", False, (23.0, 49.5, 60.0, 77.2)),
+    "hotpotqa": QuestionSet("HotpotQA", _FLASHRAG, "hotpotqa/dev", 7405, 100, _SEARCH,
+                            "text", "em", False, (21.0, 54.0, 51.3, 57.0)),
+    "musique": QuestionSet("MuSiQue", _FLASHRAG, "musique/dev", 2417, 100, _SEARCH,
+                           "text", "em", False, (6.0, 24.0, 19.2, 25.3)),
+    "gaia": QuestionSet("GAIA", "gaia-benchmark/GAIA", "2023_all/validation", 165, 127, _GAIA,
+                        "gaia", None, True, (3.2, 17.3, 17.2, 33.1)),
+    "aime24": QuestionSet("AIME24", "Maxwell-Jia/AIME_2024", "default/train", 30, 30, _AIME,
+                          "math", None, False, (6.7, 13.3, 16.7, 40.0)),
+    "amc23": QuestionSet("AMC23", "math-ai/amc23", "default/test", 40, 40, _AMC,
+                         "math", None, False, (47.5, 60.0, 47.4, 61.5)),
+    "gameof24": QuestionSet("Game of 24", "princeton-nlp/tree-of-thought-llm",
+                            "src/tot/data/24/24.csv", 1362, 100, {"numbers": "Puzzles"},
+                            "game24", None, False, (33.0, 32.0, 31.0, 53.0)),
+    "gpqa": QuestionSet("GPQA", "Idavidrein/gpqa", "gpqa_main/train", 448, 100, _GPQA,
+                        "mc", None, True, (34.0, 31.0, 37.0, 47.0)),
+    "medqa": QuestionSet("MedQA", "GBaker/MedQA-USMLE-4-options", "default/test", 1273, 100,
+                         _MEDQA, "mc", None, False, (66.0, 60.0, 76.0, 80.0)),
+}  # fmt: skip
+# DeepMath as TRL keeps it: two small columns, where a row of the original is 48 kB of solutions.
+TRAINING = {
+    "nq": QuestionSet("NQ", _FLASHRAG, "nq/train.jsonl", 79168, 0, _SEARCH, "text", "em"),
+    "deepmath": QuestionSet("DeepMath", "trl-lib/DeepMath-103K", "default/train", 97870, 0,
+                            {"question": "prompt", "answer": "solution"}, "math"),
+}  # fmt: skip
+
+
+def load_named(spec: str, offline: bool = False, no_cache: bool = False) -> list[Question]:
+    """Questions to measure on: "builtin" (the held-out ones), benchmarks by name ("aime24,amc23",
+    "all"), or a file. offline: from the cache alone. no_cache: read again, and kept nowhere."""
+    names = [*BENCHMARKS] if spec == "all" else [*dict.fromkeys(spec.split(","))]
+    if not {*names} <= {*BENCHMARKS, "builtin"}:
+        return load_questions(spec)
+
+    def load(name: str) -> list[Question]:
+        if name == "builtin":
+            return load_questions(DATA / "heldout.jsonl")
+        return load_benchmark(name, offline, no_cache)
+
+    # Gated sets first: a missing token shows before anything is waited for.
+    first = sorted(names, key=lambda name: name == "builtin" or not BENCHMARKS[name].gated)
+    loaded = {name: load(name) for name in first}
+    return [question for name in names for question in loaded[name]]
+
+
+def load_training(
+    spec: str, count: int, offline: bool = False, no_cache: bool = False
+) -> list[Question]:
+    """Questions to train on: "builtin", a file, or sets by name ("nq,deepmath"), in equal shares
+    and in turn: `count` of them, and a tenth more to hold out. The same call gives the same ones.
+    """
+    names = [*dict.fromkeys(spec.split(","))]
+    if {*names} & {*BENCHMARKS}:
+        raise ValueError(
+            f"--data {spec} would train on a benchmark. Those are for --eval_data and eval.py; "
+            f"train on {', '.join(TRAINING)}, or a file."
+        )
+    if not {*names} <= {*TRAINING}:
+        return load_questions(DATA / "train.jsonl" if spec == "builtin" else spec)
+    share = math.ceil(count / len(names) / 0.9)
+    parts = [load_set(name, TRAINING[name], share, offline, no_cache) for name in names]
+    return [one for several in itertools.zip_longest(*parts) for one in several if one]
+
+
+def load_benchmark(name: str, offline: bool = False, no_cache: bool = False) -> list[Question]:
+    """The questions of one of BENCHMARKS: all of them where the paper runs all, else a fixed
+    sample, the same for everybody. An id is SET/ROW/ROWS: which row, of how many."""
+    return load_set(name, BENCHMARKS[name], BENCHMARKS[name].items, offline, no_cache)
+
+
+def load_set(
+    name: str, known: QuestionSet, count: int, offline: bool, no_cache: bool
+) -> list[Question]:
+    """`count` questions of a public set, from the cache or the network. A row that can be no
+    question, and an id's second row, are left out; what differs from the paper's is said."""
+    offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    source = name
+    try:
+        rows, total = read_set(name, known, count, offline, no_cache)
+    except NotServed as error:
+        if name != "gameof24" or error.code != "offline":
+            raise
+        puzzles = solvable_puzzles()  # offline they can be found without the public list
+        total, source = len(puzzles), "gameof24 (enumerated)"
+        rows = [(i, {"Puzzles": puzzles[i]}) for i in sorted(fixed_order(total, "sample")[:count])]
+    questions: dict[str, Question] = {}  # by the set's own id
+    left_out = []
+    for place, row in rows:
+        where = f"{known.title}, row {place}"
+        try:
+            record = record_of(name, known, row)
+            question = record and read_question(record, where, place, source)
+        except ValueError as error:
+            left_out.append(str(error))
+            continue
+        if question and question.id in questions:
+            left_out.append(f"{where}: the id {question.id} comes a second time.")
+        elif question:
+            # of Game of 24 the numbers say which: its two lists have them at different places
+            row_name = "-".join(map(str, question.numbers)) if question.numbers else place
+            unique = dataclasses.replace(question, id=f"{name}/{row_name}/{total}")
+            questions[question.id] = unique
+    if not questions:
+        raise ValueError(f"{known.title} has no row that can be asked. {' '.join(left_out[:1])}")
+    if left_out:
+        note(f"{known.title}: {len(left_out)} rows left out. The first: {left_out[0]}")
+    if total != known.rows:
+        note(f"{known.title} has {total} rows, not {known.rows} as before: another sample.")
+    if known.items and len(questions) != known.items:
+        note(f"{known.title} gave {len(questions)} questions, the paper runs {known.items}.")
+    return list(questions.values())
+
+
+def record_of(name: str, known: QuestionSet, row: dict) -> dict | None:
+    """A row of a public set as the record that a question file would hold; None: not to be run."""
+    record: dict = {key: row[column] for key, column in known.fields.items()}
+    record.update(kind=known.kind, metric=known.metric, group=known.title)
+    if name == "gaia":
+        record["group"] = f"GAIA level {record['level']}"
+        return None if record["file"] else record  # a question about a file that we do not have
+    if name == "nq":  # lower case, and without a question mark
+        question = re.sub(r"[\s?]+\Z", "", record["question"] or "")
+        record["question"] = question and f"{question}?"
+    elif name == "gameof24":
+        record["numbers"] = [int(number) for number in record["numbers"].split()]
+        record["question"] = GAME_OF_24.format(*record["numbers"])
+    elif name == "gpqa":  # the right answer has its own column: shuffled, by the question itself
+        options = [record[key] or "" for key in ("right", "wrong 1", "wrong 2", "wrong 3")]
+        options = [" ".join(option.split()) for option in options]
+        order = fixed_order(len(options), record["question"])
+        record["choices"] = [options[i] for i in order if options[i]]  # some are null
+        right = [i for i, option in enumerate(record["choices"]) if option == options[0]]
+        record["answer"] = [f"{LETTERS[i]})" for i in right]  # a twin of the right one is right
+    elif name == "medqa":
+        record["answer"] = f"{record['answer']})"  # the letter, whatever the options' texts are
+    elif known.kind == "math" and record["answer"] is not None:  # "$5$", "033", 27.0
+        answer = str(record["answer"]).strip().removeprefix("$").removesuffix("$")
+        record["answer"] = re.sub(r"\A(-?)0*([0-9]+)(?:\.0+)?\Z", r"\1\2", answer)
+    return record
+
+
+def fixed_order(count: int, seed: str) -> list[int]:
+    """0 to count - 1 in an order that looks random and is the same for everybody, for ever: by
+    SHA-256, where Python's generator may change."""
+    return sorted(range(count), key=lambda i: hashlib.sha256(f"{seed}/{i}".encode()).digest())
+
+
+def places_to_read(name: str, total: int, count: int) -> list[int]:
+    """Which rows of a set are read: a fixed sample of `count`, whatever else is asked for."""
+    if name == "gameof24":
+        return list(range(900, 1000))[: max(0, total - 900)]  # the customary slice, by difficulty
+    if name == "gaia" or count >= total:  # of GAIA, only the rows say which have a file
+        return list(range(total))
+    if name == "deepmath":  # whole pages, spread over the set: a hundredth of the requests
+        pages = fixed_order(math.ceil(total / PAGE), "page")
+        rows = [row for page in pages for row in range(page * PAGE, (page + 1) * PAGE)]
+        return sorted([row for row in rows if row < total][:count])
+    return sorted(fixed_order(total, "sample")[:count])
+
+
+# --- Game of 24 without a file -----------------------------------------------------------------
+
+GAME_OF_24 = (
+    "Game of 24: use the numbers {}, {}, {} and {}, each exactly once, with +, -, *, / and "
+    "parentheses to make 24. Answer with the expression alone."
+)
+
+
+@lru_cache(None)
+def reachable(numbers: tuple[int, ...]) -> frozenset[Fraction]:
+    """Every value that an expression over all of these numbers (sorted, at most three) can have."""
+    if len(numbers) == 1:
+        return frozenset([Fraction(numbers[0])])
+    values = set()
+    for left, right in splits(numbers):
+        for a, b in itertools.product(reachable(left), reachable(right)):
+            values |= {a + b, a - b, b - a, a * b, *([a / b] if b else []), *([b / a] if a else [])}
+    return frozenset(values)
+
+
+def splits(numbers: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The ways to cut sorted numbers into two parts, neither empty, each way once."""
+    found = set()
+    for size in range(1, len(numbers) // 2 + 1):
+        for chosen in itertools.combinations(range(len(numbers)), size):
+            left = tuple(numbers[i] for i in chosen)
+            found.add((left, tuple(n for i, n in enumerate(numbers) if i not in chosen)))
+    return found
+
+
+def solvable_puzzles() -> list[str]:
+    """ "1 1 1 8" … : all sets of four numbers from 1 to 13 that make 24; there are 1,362.
+
+    The last operation joins two parts, so for each value a of the smaller one only the six values
+    b with a ∘ b = 24 or b ∘ a = 24 are looked for in the other: half a second for all of them.
+    """
+
+    def partners(a: Fraction) -> set[Fraction]:
+        return {24 - a, a - 24, a + 24, *([24 * a, 24 / a, a / 24] if a else [])}
+
+    return [
+        " ".join(map(str, numbers))
+        for numbers in itertools.combinations_with_replacement(range(1, 14), 4)
+        if any(
+            not reachable(right).isdisjoint(partners(a))
+            for left, right in splits(numbers)
+            for a in reachable(left)
+        )
+    ]
+
+
+# --- Reading from the network ------------------------------------------------------------------
+
+HUB = "https://huggingface.co"
+ROWS_API = "https://datasets-server.huggingface.co/rows"
+GITHUB = "https://raw.githubusercontent.com"
+GITHUB_COMMIT = "ab400345c5ea39d28ea6d7d3be0e417b11113c87"  # of the one list that stands there
+PAGE = 100  # rows of one request at most
+PAUSE = 0.2  # seconds between requests: no limit is documented, so be modest
+TRIES, BACKOFF, MAX_WAIT = 4, 1.0, 310.0  # seconds; the hub counts in windows of five minutes
+TIMEOUT = (10, 60)  # seconds to connect, and between two pieces of an answer
+# With status 500 the server says by this header whether waiting helps; other codes are for good.
+PASSING = ("", "ResponseNotReady", "AuthCheckHubRequestError", "UnexpectedApiError")
+# A gated set, or none of that name: which of these comes depends on the token that was sent.
+GATED = ("GatedRepo", "ExternalUnauthenticatedError", "ExternalAuthenticatedError")
+
+
+class NotServed(ValueError):
+    """Rows that cannot be had. `code` says why: the server's X-Error-Code, or "offline"."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def read_set(
+    name: str, known: QuestionSet, count: int, offline: bool, no_cache: bool
+) -> tuple[list, int]:
+    """([(place, row)], rows of the whole set): the rows that places_to_read names, each cut down
+    to the columns that are used."""
+    is_file = "." in known.part
+    # What decides the content is in the name, so that another table never finds these rows.
+    asked = repr([known.dataset, known.part, sorted(known.fields.values()), not is_file and count])
+    file = f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+    if not is_file:
+        kept = cached(file, lambda: read_rows(name, known, count), offline, no_cache)
+        return kept["rows"], kept["total"]
+    rows = cached(file, lambda: {"rows": read_file(known)}, offline, no_cache)["rows"]
+    return [(i, rows[i]) for i in places_to_read(name, len(rows), count)], len(rows)
+
+
+def cached(name: str, load: Callable[[], dict], offline: bool, no_cache: bool) -> dict:
+    """What `load` returns, kept in $AGENTFLOW_CACHE/data with its SHA-256 in a file beside it."""
+    path = cache_folder() / "data" / f"{name}.json"
+    mark = path.with_suffix(".sha256")
+    if path.is_file() and not no_cache:
+        body = path.read_bytes()
+        seal = mark.read_bytes()[:64] if mark.is_file() else b""
+        if seal == hashlib.sha256(body).hexdigest().encode():
+            return json.loads(body)
+        note(f"{path} is damaged{'' if offline else ', and loaded again'}.")
+    if offline:
+        raise NotServed(
+            f"{name.rpartition('-')[0]} is not in the cache ({path.parent}), and this run is "
+            "offline. Load it once without --offline, HF_HUB_OFFLINE and --no_cache.",
+            "offline",
+        )
+    kept = load()
+    if no_cache:
+        return kept
+    body = json.dumps(kept).encode()
+    seal = f"{hashlib.sha256(body).hexdigest()}  {path.name}\n".encode()  # for sha256sum -c
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for place, content in ((path, body), (mark, seal)):  # beside, then renamed
+            beside = place.with_name(f"{place.name}.{os.getpid()}.tmp")
+            beside.write_bytes(content)
+            beside.replace(place)
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}): set AGENTFLOW_CACHE to a folder that "
+            "can be, or add --no_cache."
+        ) from error
+    return kept
+
+
+def read_file(known: QuestionSet) -> list[dict]:
+    """The rows of a set that is one JSONL or CSV file."""
+    is_csv = known.part.endswith(".csv")
+    url = f"{HUB}/datasets/{known.dataset}/resolve/main/{known.part}"
+    url = f"{GITHUB}/{known.dataset}/{GITHUB_COMMIT}/{known.part}" if is_csv else url
+    text = download(known, url)[0].decode("utf-8-sig", "replace")
+    rows = csv.DictReader(io.StringIO(text)) if is_csv else [row for _, row in records(text, url)]
+    return [columns_of(known, row, f"row {i}") for i, row in enumerate(rows)]
+
+
+def columns_of(known: QuestionSet, row: object, where: str) -> dict:
+    """The used columns of a row: what else it holds may be a hundred times as long."""
+    lacks = [name for name in known.fields.values() if not isinstance(row, dict) or name not in row]
+    if lacks:
+        raise NotServed(f"{known.title}, {where}: there is no column {lacks[0]!r} (any more).")
+    return {name: row[name] for name in known.fields.values()}
+
+
+def read_rows(name: str, known: QuestionSet, count: int) -> dict:
+    """{"total", "rows": [[place, row]]} from the datasets server's rows, 100 a request at most.
+
+    A first request of one row says how many there are. Raises NotServed where a row does not come,
+    or where the set is changed between two requests.
+    """
+    first = read_page(known, 0, 1)
+    wanted = places_to_read(name, first["num_rows_total"], count)
+    rows: dict[int, dict] = {}
+    at, length = 0, PAGE  # wanted[:at] are here
+    with tqdm(total=len(wanted), desc=known.title, leave=False, disable=None) as bar:
+        while at < len(wanted):
+            last = wanted[bisect.bisect_left(wanted, wanted[at] + length) - 1]
+            time.sleep(PAUSE)
+            try:
+                page = read_page(known, wanted[at], last - wanted[at] + 1)
+            except NotServed as error:
+                if error.code != "TooBigContentError" or length == 1:
+                    raise
+                length //= 2
+                continue
+            if any(page[key] != first[key] for key in ("num_rows_total", "revision")):
+                raise NotServed(f"{known.title} was changed while it was read: try again.")
+            rows.update(page["rows"])
+            before = at
+            while at < len(wanted) and wanted[at] in rows:
+                at += 1
+            if at == before:  # pages may come short, but not without their first row
+                raise NotServed(f"{known.title}: the server leaves out row {wanted[at]}.")
+            bar.update(at - before)
+    return {"total": first["num_rows_total"], "rows": [[place, rows[place]] for place in wanted]}
+
+
+def read_page(known: QuestionSet, offset: int, length: int) -> dict:
+    """One answer of the datasets server, checked: {"num_rows_total", "revision", "rows": {place:
+    row}}, whatever order its rows have."""
+    config, split = known.part.split("/")
+    asked = {"dataset": known.dataset, "config": config, "split": split}
+    body, headers = download(known, ROWS_API, {**asked, "offset": offset, "length": length})
+    try:
+        page = json.loads(body)
+        types = {column["name"]: column["type"] for column in page["features"]}
+        rows = {}
+        for entry in page["rows"]:
+            place = operator.index(entry["row_idx"])
+            row = rows[place] = columns_of(known, entry["row"], f"row {place}")
+            if cut := {*(entry["truncated_cells"] or ())} & {*row}:
+                raise NotServed(f"{known.title}, row {place}: {cut.pop()} comes cut short.")
+            for column in row:  # the cells of a column of class labels are numbers
+                if isinstance(types[column], dict) and types[column].get("_type") == "ClassLabel":
+                    row[column] = dict(enumerate(types[column]["names"])).get(row[column])
+        total = operator.index(page["num_rows_total"])
+    except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
+        raise NotServed(
+            f"The datasets server answers for {known.title} in another shape than documented "
+            f"({type(error).__name__}: {error})."
+        ) from error
+    if page.get("partial") and known.items:  # to train on, a part will do
+        raise NotServed(f"Only a part of {known.title} is served: no sample of the whole set.")
+    return {"num_rows_total": total, "revision": headers.get("X-Revision"), "rows": rows}
+
+
+def download(known: QuestionSet, url: str, params: dict | None = None) -> tuple[bytes, Mapping]:
+    """(body, headers) of a GET. Tries again, a few times, what may pass: no connection, 429, 5xx.
+
+    HF_TOKEN goes to the hub's two hosts, and there with gated sets only; `requests` drops it where
+    a redirect leaves the host.
+    """
+    token = os.environ.get("HF_TOKEN", "").strip() if known.gated else ""
+    if known.gated and not token:
+        raise NotServed(gate(known))
+    if not re.fullmatch(r"[!-~]*", token):  # an HTTP header takes no others
+        raise ValueError("HF_TOKEN holds characters that no token has: copy it again.")
+    to_hub = token and url.startswith((f"{HUB}/", ROWS_API))
+    headers = {"Authorization": f"Bearer {token}"} if to_hub else {}
+    host = urlsplit(url).hostname
+    for attempt in range(1, TRIES + 1):
+        wait = BACKOFF * 2 ** (attempt - 1)
+        try:
+            status, answered, body = get(url, params, headers, known.title)
+        except requests.RequestException as error:  # its text may hold headers: the kind only
+            problem = NotServed(f"No answer from {host} ({type(error).__name__}): try again later.")
+            again = True
+        else:
+            if status == 200:
+                return body, answered
+            problem = refusal(known, host, status, answered, body)
+            again = status in (429, 502, 503, 504) or (status == 500 and problem.code in PASSING)
+            told = seconds_to_wait(answered.get("Retry-After", "").strip())
+            reset = re.search(r";t=([0-9]+)", answered.get("RateLimit", ""))
+            wait = max(wait, told or 0, int(reset[1]) + 1 if status == 429 and reset else 0)
+        if not again or attempt == TRIES or wait > MAX_WAIT:
+            raise problem
+        time.sleep(wait)
+    raise AssertionError("the last try has returned or raised")
+
+
+def get(url: str, params: dict | None, headers: dict, title: str) -> tuple[int, Mapping, bytes]:
+    """(status, headers, body) of one request, with a progress bar where the body is long."""
+    agent = {"User-Agent": "AgentFlow-from-scratch/1.0 (educational)"}
+    options = {"params": params, "timeout": TIMEOUT, "stream": True, "headers": agent}
+    # as `auth`, not as a header: a .netrc would replace the header
+    with requests.get(url, auth=lambda r: r.headers.update(headers) or r, **options) as answer:
+        size = int(answer.headers.get("Content-Length") or 0)
+        with tqdm(total=size, desc=title, unit="B", unit_scale=True, leave=False,
+                  disable=None if size > 1_000_000 else True) as bar:  # fmt: skip
+            body = b""
+            for chunk in answer.iter_content(1 << 16):
+                body += chunk
+                bar.update(len(chunk))
+        return answer.status_code, answer.headers, body
+
+
+def refusal(known: QuestionSet, host: str, status: int, headers: Mapping, body: bytes) -> NotServed:
+    """A status that is not 200 as one sentence that says what to do."""
+    code = headers.get("X-Error-Code", "")
+    try:
+        said = str(json.loads(body)["error"])
+    except (ValueError, TypeError, KeyError):  # text, or a page of HTML: the status must do
+        said = headers.get("X-Error-Message", "")
+    said = f"{host} says {status} {code}: {' '.join(said.split())[:200]}".rstrip(": ")
+    if code in GATED or status in (401, 403):
+        return NotServed(f"{gate(known)} ({said})", code)
+    if code == "RenamedDatasetError":
+        what = f"was renamed: the table in eval.py needs its new name ({said})."
+    elif status in (429, 500, 502, 503, 504) and code in PASSING:
+        what = f"cannot be read now: try again later ({said})."
+    else:
+        what = f"cannot be read ({said})."
+    return NotServed(f"{known.title} ({known.dataset}) {what}", code)
+
+
+def gate(known: QuestionSet) -> str:
+    kind = "is gated" if known.gated else "is gated now, or not there any more"
+    return (
+        f"{known.title} {kind}: accept its terms at {HUB}/datasets/{known.dataset}, and set "
+        "HF_TOKEN to a token of that account."
+    )
 
 
 # ------------------------------------------------------------------------------------------------
@@ -435,23 +1956,33 @@ def judge(question: Question, answer: str, remote: agentflow.RemoteBackbone | No
 class Scoring:
     """How answers are scored: by the question's rule, and by a judge where there is one."""
 
-    rule: Callable[[str, Question], float] | None = None  # instead of the question's own
     judged: bool = False
     remote: agentflow.RemoteBackbone | None = None  # the judge; None: the frozen backbone
 
     def apply(self, item: dict, question: Question):
         """The item with its score, as a coroutine. With a judge its verdict counts, and the rule's
         score stands beside it; a verdict that cannot be read passes nothing."""
-        if item["crashed"]:
+        if item["response"] is None:
             return {**item, "score": 0.0}
         answer = extract_answer(item["response"]) or drop_thinking(item["response"]).strip()
-        own = self.rule(item["response"], question) if self.rule else None
-        rule = question.reward(item["response"]) if own is None else own
-        scored = {**item, "answer": answer, "score": rule}
+        rule = question.reward(item["response"])
+        if math.isnan(rule):  # a reward function of one's own; it has said why
+            return {**item, "answer": answer, "score": 0.0, "crashed": "the reward function failed"}
+        scored = {**item, "answer": answer, "score": rule, "crashed": None}
         if self.judged:
             verdict = yield from judge(question, answer, self.remote)
             scored |= {"score": float(verdict is True), "judge": verdict, "rule": rule}
         return scored
+
+
+ITEM_NAMES = {"text": "question", "references": "reference"}  # a Question's fields, in files
+QUESTION_PARTS = [entry.name for entry in dataclasses.fields(Question) if entry.name != "own"]
+
+
+def question_of(item: dict, reward: str = "") -> Question:
+    """The question of a line of results.jsonl."""
+    parts = {name: item[ITEM_NAMES.get(name, name)] for name in QUESTION_PARTS}
+    return with_reward([Question(**parts)], reward)[0]
 
 
 def attempt(question: Question, tools: list, limits: agentflow.Limits, scoring: Scoring):
@@ -461,7 +1992,7 @@ def attempt(question: Question, tools: list, limits: agentflow.Limits, scoring: 
     answer wrong, and is kept in "crashed". A server that is gone is no answer: it raises.
     """
     item = {
-        **dataclasses.asdict(question),
+        **{ITEM_NAMES.get(name, name): getattr(question, name) for name in QUESTION_PARTS},
         "response": None, "answer": None, "crashed": None,
         "tools": [], "errors": [], "tokens": 0, "planner_tokens": 0,
     }  # fmt: skip
@@ -631,22 +2162,30 @@ def report_rows(items: list[dict], asked: dict[str, int]) -> list[dict]:
                 "done": len(found), "of": asked[source] * len(runs),
                 "interval": wilson(summary["accuracy"], len({item["id"] for item in found})),
                 **summary,
-                "paper": BENCHMARKS[source].paper if source in BENCHMARKS else {},
+                "paper": paper_numbers(source),
             }
         )  # fmt: skip
     return rows
 
 
+def paper_numbers(source: str) -> dict[str, float]:
+    """Published accuracies in % of a benchmark, by PAPER_COLUMNS; empty for other questions."""
+    known = BENCHMARKS.get(source.partition(" ")[0])  # "gameof24 (enumerated)" is one of them
+    return dict(zip(PAPER_COLUMNS, known.paper, strict=True)) if known else {}
+
+
 def markdown(rows: list[dict]) -> str:
-    """The report as a Markdown table that a terminal shows well; the paper's numbers beside ours."""
+    """The report as a Markdown table that is good to read in a terminal, too."""
     head = ["set", "T_max", "questions", "accuracy", "95 %", "runs ±", "paper: untrained",
-            "trained", "GPT-4o", "turns", "tool errors", "tokens", "seconds", "crashed"]  # fmt: skip
+            "paper: trained", "paper: GPT-4o", "turns", "tool errors", "tokens", "seconds",
+            "crashed"]  # fmt: skip
 
     def cells(row: dict) -> list[str]:
         low, high = row["interval"]
         done = f"{row['done']}" if row["done"] == row["of"] else f"{row['done']} of {row['of']}"
         spread = "" if row["spread"] is None else f"{100 * row['spread']:.1f}"
-        paper = [row["paper"].get(name, "") for name in ("untrained", "trained", "gpt-4o")]
+        published = ("AgentFlow untrained", "AgentFlow + Flow-GRPO", "GPT-4o alone")
+        paper = [row["paper"].get(name, "") for name in published]
         return [
             row["set"], row["max_turns"], done, f"{100 * row['accuracy']:.1f}",
             f"{100 * low:.1f}-{100 * high:.1f}", spread, *paper, f"{row['turns']:.2f}",
@@ -657,7 +2196,9 @@ def markdown(rows: list[dict]) -> str:
     lines = [head, *(list(map(str, cells(row))) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = [
-        "| " + " | ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) + " |"
+        "| "
+        + " | ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
+        + " |"
         for line in lines
     ]
     ruler = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
@@ -703,12 +2244,12 @@ class EvalConfig(agentflow.ToolFlags):
 
     # What is measured
     adapter: str = ""  # a run folder or checkpoint; its run's settings become the defaults below
-    bench: str = ""  # bamboogle 2wiki hotpotqa musique gaia aime24 amc23 gameof24 gpqa medqa builtin, or all
-    data: str = "builtin"  # without --bench: "builtin" (the held-out questions), or a JSON/JSONL file
+    bench: str = ""  # sets with commas: builtin, bamboogle, 2wiki, … (see BENCHMARKS), or all
+    data: str = "builtin"  # without --bench: "builtin" (the held-out ones), or a JSON/JSONL file
     model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
     url: str = ""  # an OpenAI-compatible server plays all modules; --model is its name there
     device: str = "auto"  # auto | cpu | cuda | mps
-    eval_questions: int = 0  # measure on so many questions of a set, evenly spread over all; 0: on all
+    eval_questions: int = 0  # measure on so many of each set, evenly spread; 0: on all
     # Scoring
     reward: str = ""  # FILE.py:FUNCTION scores instead of the questions' own rules
     judge: str = ""  # a language model's verdict counts: the URL of a server, or "frozen"
@@ -742,12 +2283,14 @@ def settings_of_run(adapter: str) -> dict:
                 run = json.loads(path.read_text(encoding="utf-8"))
                 fields = dataclasses.fields(EvalConfig)
                 types = {entry.name: type(entry.default) for entry in fields}
-                names = types.keys() - {"json", "data", "offline", "temperature", "output_dir", "resume"}
+                own = {"json", "data", "offline", "temperature", "output_dir", "resume"}
+                names = types.keys() - own  # the others mean the same in both command lines
                 settings = {name: types[name](run[name]) for name in names if name in run}
                 settings["offline"] = run["offline"]
                 settings["temperature"] = float(run["eval_temperature"])
                 settings["data"] = str(run["eval_data"] or run["data"])
                 settings["held_out_of"] = "" if run["eval_data"] else settings["data"]
+                settings["data_questions"] = int(run.get("data_questions", 0))
                 settings["eval_hash"] = run.get("eval_hash", "")
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ValueError(
@@ -758,12 +2301,14 @@ def settings_of_run(adapter: str) -> dict:
     return agentflow.adapter_settings(adapter)
 
 
-def held_out_questions(data: str, split: bool) -> list[Question]:
-    """The questions of --data: the built-in held-out ones, a file's, or a file's held-out tenth."""
-    if data == "builtin":
-        return load_questions(DATA / "heldout.jsonl")
-    questions = load_questions(data)
-    if split and not (questions := split_questions(questions)[1]):
+def held_out_questions(
+    data: str, split: bool, count: int = 0, offline: bool = False, no_cache: bool = False
+) -> list[Question]:
+    """The questions of --data; split: the held-out tenth of what a run trained on."""
+    if not split or data == "builtin":
+        return load_named(data, offline, no_cache)
+    questions = split_questions(load_training(data, count, offline, no_cache))[1]
+    if not questions:
         raise ValueError(f"{data} leaves no question held out: name others with --eval_data.")
     return questions
 
@@ -889,10 +2434,9 @@ def turn_budgets(text: str) -> list[int]:
 
 def scoring_of(config: EvalConfig) -> Scoring:
     """How a command line wants its answers scored."""
-    rule = load_reward(config.reward) if config.reward else None
     if config.judge in ("", "frozen"):
-        return Scoring(rule, bool(config.judge))
-    return Scoring(rule, True, agentflow.RemoteBackbone(config.judge, config.judge_model))
+        return Scoring(bool(config.judge))
+    return Scoring(True, agentflow.RemoteBackbone(config.judge, config.judge_model))
 
 
 def load_model(config: EvalConfig):
@@ -910,31 +2454,40 @@ def load_model(config: EvalConfig):
     return backbone
 
 
-def questions_of(config: EvalConfig, defaults: dict) -> dict[str, list[Question]]:
-    """set -> its questions."""
-    offline = agentflow.is_offline(config.offline)
+def questions_of(config: EvalConfig, of_run: dict) -> dict[str, list[Question]]:
+    """set -> its questions. of_run: how the adapter's run measured itself."""
     if config.bench:
-        sets = {
-            name: load_benchmark(name, offline=offline, cache=not config.no_cache)
-            for name in benchmark_names(config.bench)
-        }
+        questions = load_named(config.bench, bool(config.offline), config.no_cache)
     else:
-        of_run = same_file(config.data, defaults.get("data"))
-        questions = held_out_questions(config.data, of_run and bool(defaults["held_out_of"]))
-        measured = evenly_spread(questions, defaults.get("eval_questions", 0))
-        if of_run and defaults["eval_hash"] not in ("", data_hash(measured)):
-            print("note: the run measured itself on other questions; the file has changed since.",
-                  file=sys.stderr)
-        sets = {questions[0].source: questions}
-    return {name: evenly_spread(asked, config.eval_questions) for name, asked in sets.items()}
+        same = same_file(config.data, of_run.get("data"))
+        questions = held_out_questions(
+            config.data,
+            same and bool(of_run["held_out_of"]),
+            of_run.get("data_questions", 0),
+            bool(config.offline),
+            config.no_cache,
+        )
+        measured = evenly_spread(questions, of_run.get("eval_questions", 0))
+        if same and of_run["eval_hash"] not in ("", data_hash(measured)):
+            print(
+                "note: the run measured itself on other questions; the file has changed since.",
+                file=sys.stderr,
+            )
+    sets: dict[str, list[Question]] = {}
+    for question in questions:
+        sets.setdefault(question.source, []).append(question)
+    return {
+        name: with_reward(evenly_spread(asked, config.eval_questions), config.reward)
+        for name, asked in sets.items()
+    }
 
 
-def run(config: EvalConfig, defaults: dict) -> int:
+def run(config: EvalConfig, of_run: dict) -> int:
     """Measure: every set, with every T_max, as many times as asked for."""
     budgets = turn_budgets(config.max_turns)
     scoring = scoring_of(config)
-    sets = questions_of(config, defaults)
-    tools = agentflow.tools_from_flags(config, config.model, *sets)
+    sets = questions_of(config, of_run)
+    tools = agentflow.tools_from_flags(config, config.model, config.bench or config.data)
     backbone = load_model(config)
     results = start_results(config, sets)
     known = {(item["max_turns"], item["run"], item["source"], item["id"]) for item in results.items}
@@ -987,12 +2540,10 @@ def rescore(config: EvalConfig) -> int:
     wrote is kept."""
     scoring = scoring_of(config)
     results = read_results(config.output_dir)
-    fields = [entry.name for entry in dataclasses.fields(Question)]
     jobs = []
     for item in results.items:
-        question = Question(**{name: item[name] for name in fields})
         kept = {name: value for name, value in item.items() if name not in ("judge", "rule")}
-        jobs.append(scoring.apply(kept, question))
+        jobs.append(scoring.apply(kept, question_of(item, config.reward)))
     with tqdm(total=len(jobs), desc="scoring", leave=False, disable=None) as bar:
         results.items = agentflow.drive(
             jobs,
@@ -1015,11 +2566,13 @@ def main(arguments: list[str] | None = None) -> int:
         first.add_argument(name, action="store_true")
     early = first.parse_known_args(arguments)[0]
     try:
-        defaults = settings_of_run(early.adapter)
+        started: dict = {}
         if early.resume or early.rescore:
             if not early.output_dir:
                 raise ValueError("--resume and --rescore work on --output_dir: name the folder.")
-            defaults |= read_results(early.output_dir).settings
+            started = read_results(early.output_dir).settings
+        of_run = settings_of_run(early.adapter or started.get("adapter", ""))
+        defaults = {**of_run, **started}
         config = agentflow.parse_flags(EvalConfig, arguments, __doc__, defaults)
         turn_budgets(config.max_turns)
         least = {name: least for name, least in agentflow.LEAST.items() if name != "max_turns"}
@@ -1032,7 +2585,7 @@ def main(arguments: list[str] | None = None) -> int:
                 raise ValueError("--compare takes two result folders: FIRST,SECOND.")
             print(compare(*(read_results(folder).items for folder in folders)))
             return 0
-        return rescore(config) if config.rescore else run(config, defaults)
+        return rescore(config) if config.rescore else run(config, of_run)
     except (ValueError, OSError, FloatingPointError) as error:
         return agentflow.fail(error)
 

@@ -45,8 +45,10 @@ class Config(agentflow.ToolFlags):
     the paper's symbol stands in the comment."""
 
     # What is learnt, by which model
-    data: str = "builtin"  # questions: "builtin", or a JSON/JSONL file (gzipped or not)
-    eval_data: str = ""  # held-out questions; default: a tenth of --data, by a hash of the id
+    data: str = "builtin"  # questions: "builtin", a JSON/JSONL file, or sets by name: "nq,deepmath"
+    data_questions: int = 0  # so many of sets by name; 0: as many as the steps ask
+    eval_data: str = ""  # held-out questions, as eval.py's --data; default: a tenth of --data
+    reward: str = ""  # FILE.py:FUNCTION(response, question) -> 0..1, instead of the answer's rule
     model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
     device: str = "auto"  # auto | cpu | cuda | mps
     # Roll-outs
@@ -703,9 +705,8 @@ def train_step(
     # 2. Outcome: one number a roll-out, broadcast unchanged to all of its turns
     group_ids = torch.arange(len(places)).repeat_interleave(config.num_generations)  # (R,)
     asked = [questions[places[group]] for group in group_ids.tolist()]
-    rewards = torch.tensor(
-        [q.reward(rollout.generator.text) for q, rollout in zip(asked, rollouts, strict=True)]
-    )  # (R,)
+    judged = [q.reward(rollout.generator.text) for q, rollout in zip(asked, rollouts, strict=True)]
+    rewards = torch.tensor(judged, dtype=torch.float64)  # (R,) 0.2 is logged as 0.2
     scored = time.perf_counter()
     # 3. Update: Eq. 5 to 7
     rows, advantages = make_rows(rollouts, rewards, group_ids)
@@ -745,7 +746,7 @@ def log_rollouts(run, step, asked, rollouts, rows, rewards, advantages) -> None:
     write_jsonl(run.folder / f"rollouts/{step}.jsonl", records[: config.log_rollouts or None])
     run.add_heads(heads_of(rollouts))
     if step % config.save_steps == 1 or config.save_steps == 1:
-        tqdm.write(f"\nOne roll-out of step {step}, reward {rewards[0]:.0f}:")
+        tqdm.write(f"\nOne roll-out of step {step}, reward {rewards[0]:g}:")
         tqdm.write(agentflow.describe(rollouts[0]) + "\n")
 
 
@@ -847,12 +848,49 @@ TURN_LABELS = 32  # tokens of a turn's labels, tool name, error and verdict in t
 LEAST = {
     **agentflow.LEAST, "num_questions": 1, "max_steps": 0, "num_iterations": 1, "save_steps": 1,
     "micro_batch_tokens": 1, "eval_steps": 0, "log_rollouts": 0, "learning_rate": 0, "beta": 0,
-    "epsilon": 0, "epsilon_high": 0,
+    "epsilon": 0, "epsilon_high": 0, "data_questions": 0,
 }  # fmt: skip
 
 
-def prepare(config: Config):
-    """(training questions, held-out questions, tools, backbone) of a configuration.
+def resolved(config: Config) -> Config:
+    """The configuration with what its defaults stand for, as run_config.json holds it.
+
+    --resume takes the number of questions from there: with more steps to go it would be another,
+    and so would the questions be.
+    """
+    count, path = config.data_questions, Path(config.output_dir) / "run_config.json"
+    if {*config.data.split(",")} <= {*evaluation.TRAINING} and not count:
+        count = max(1, config.max_steps) * config.num_questions
+        if config.resume and path.is_file():
+            try:
+                count = int(json.loads(path.read_text(encoding="utf-8"))["data_questions"])
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"--resume: {path} is damaged ({error}).") from error
+    offline = agentflow.is_offline(config.offline, config.model, config.data)
+    return dataclasses.replace(config, offline=offline, data_questions=count)
+
+
+def load_data(config: Config, offline: bool) -> tuple[list, list]:
+    """(training questions, held-out questions), with --reward's function where there is one."""
+    access = {"offline": offline, "no_cache": config.no_cache}
+    questions = evaluation.load_training(config.data, config.data_questions, **access)
+    if config.eval_data or config.data == "builtin":
+        held_out = evaluation.load_named(config.eval_data or "builtin", **access)
+    else:
+        questions, held_out = evaluation.split_questions(questions)
+    held_out = evaluation.evenly_spread(held_out, config.eval_questions)
+    if not questions or not held_out:
+        raise ValueError(
+            f"--data {config.data} leaves {len(questions)} questions to train on and "
+            f"{len(held_out)} held out; both need some. Give more, or name --eval_data."
+        )
+    judged = evaluation.with_reward([*questions, *held_out], config.reward)
+    return judged[: len(questions)], judged[len(questions) :]
+
+
+def prepare(config: Config, offline: bool = False):
+    """(training questions, held-out questions, tools, backbone) of a configuration. offline:
+    public sets come from the cache alone.
 
     Raises ValueError with a sentence for whatever in it cannot work.
     """
@@ -864,19 +902,7 @@ def prepare(config: Config):
     agentflow.check_ranges(config, LEAST)
     if config.temperature == 0:
         raise ValueError("--temperature must be above 0: without sampling all roll-outs are equal.")
-    built_in = config.data == "builtin"
-    folder = evaluation.DATA
-    questions = evaluation.load_questions(folder / "train.jsonl" if built_in else config.data)
-    if config.eval_data or built_in:
-        held_out = evaluation.held_out_questions(config.eval_data or "builtin", split=False)
-    else:
-        questions, held_out = evaluation.split_questions(questions)
-    held_out = evaluation.evenly_spread(held_out, config.eval_questions)
-    if not questions or not held_out:
-        raise ValueError(
-            f"--data {config.data} leaves {len(questions)} questions to train on and "
-            f"{len(held_out)} held out; both need some. Give more, or name --eval_data."
-        )
+    questions, held_out = load_data(config, offline)
     tools = agentflow.tools_from_flags(config)
     backbone = agentflow.load_backbone(
         config.model,
@@ -904,11 +930,11 @@ def check_prompt_room(config: Config, backbone, tools, questions) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    config = agentflow.parse_flags(Config, arguments, __doc__)
-    offline = agentflow.is_offline(config.offline, config.model, config.data)
-    config = dataclasses.replace(config, offline=offline)
+    asked = agentflow.parse_flags(Config, arguments, __doc__)
     try:
-        questions, held_out, tools, backbone = prepare(config)
+        config = resolved(asked)
+        # A built-in model keeps its tools offline; that does not keep its user from loading data.
+        questions, held_out, tools, backbone = prepare(config, offline=bool(asked.offline))
         run = Run(config, questions, held_out)
     except (ValueError, OSError) as error:
         return agentflow.fail(error)

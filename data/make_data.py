@@ -199,7 +199,7 @@ def main() -> None:
                     "id": f"{name}-{i:04d}",
                     "question": task.question,
                     "answer": task.answer,
-                    "kind": task.kind,
+                    "group": task.kind,
                 }
                 for i, task in enumerate(tasks)
             ],

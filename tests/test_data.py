@@ -91,7 +91,7 @@ def test_there_are_enough_questions_and_no_tool_answers_more_than_half():
     tool answers at most the larger of the first two shares, and the model alone none."""
     for name, least in (("train.jsonl", 2000), ("heldout.jsonl", 200)):
         rows = lines(name)
-        share = collections.Counter(row["kind"] for row in rows)
+        share = collections.Counter(row["group"] for row in rows)
         assert len(rows) >= least and len({row["question"] for row in rows}) == len(rows)
         assert share["two-step"] / len(rows) >= 1 / 3
         assert max(share["lookup"], share["arithmetic"]) / len(rows) <= 1 / 2
@@ -268,7 +268,7 @@ def test_the_untrained_planner_picks_its_tool_uniformly_for_each_kind_of_questio
     counts = collections.defaultdict(collections.Counter)
     for question, rollout in zip(questions, rollouts, strict=True):
         if rollout.turns[0].result.error != "bad_plan":  # a slip of the tongue at temperature 1
-            counts[question.kind][rollout.turns[0].plan.tool_name] += 1
+            counts[question.group][rollout.turns[0].plan.tool_name] += 1
     assert sum(chosen.total() for chosen in counts.values()) >= 950, "at most 5 % name no tool"
     statistic = 0.0
     for chosen in counts.values():
