@@ -234,7 +234,8 @@ def plain_notation(text: str) -> str:
     r"""Many ways to write a formula brought to one: signs as ASCII, no layout, mixed numbers as
     sums, `\text{…}` opened. `⟦ ⟧` are the braces of a set, `{ }` those of LaTeX."""
     text = text.replace("\u00bd", " 1/2").replace("\u00bc", " 1/4").replace("\u00be", " 3/4")
-    text = text.replace("\\\\", "¶")  # a matrix's new row; "\\ " would be a space
+    boxed = _boxed(text)
+    text = (boxed[1] if boxed else text).replace("\\\\", "¶")  # a matrix's new row; "\\ " would be a space
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
     text = unicodedata.normalize("NFKC", text).strip().strip("*`")
     text = _LABEL.sub("", _SIGN.sub(lambda sign: _SIGNS[sign[0]], text))
@@ -374,11 +375,13 @@ class Reader:
                 return tree
 
     def starts_factor(self) -> bool:
-        """Does a factor come next? A number does not: "2 3" is no product."""
+        """Does a factor come next? A number is none, but behind a bracket: "2 3" is no product."""
         self.peek()
         rest = self.text[self.at : self.at + 8]
         if re.match(r"\\(?:circ|rfloor|rceil)(?![A-Za-z])", rest):
             return False
+        if rest[:1].isdigit():
+            return self.text[: self.at].rstrip().endswith(")")
         return bool(rest) and (rest[0].isalpha() or rest[0] in "(\\{")
 
     def signed_power(self) -> tuple:
@@ -1031,7 +1034,7 @@ _VERDICT = re.compile(
     re.IGNORECASE,
 )
 _LONE_VERDICT = re.compile(
-    r"[\s\"'*`(\[]*(not[ _-]?correct|incorrect|correct|wrong|yes|no|true|false|[ABC])"
+    r"[\s\"'*`(\[]*((?i:not[ _-]?correct|incorrect|correct|wrong|yes|no|true|false)|[ABC])"
     r"[\s\"'*`)\].!]*\Z"
 )
 _MENTION = re.compile(
@@ -1056,10 +1059,7 @@ def parse_judge(text: str | None) -> bool | None:
         return labelled[-1].lower() in _RIGHT
     lines = [line for line in text.split("\n") if line.strip()] or [""]
     for line in (lines[-1], lines[-1].rpartition(". ")[2]):
-        word = _LONE_VERDICT.match(line) or _LONE_VERDICT.match(
-            line.lower() if len(line) > 3 else line
-        )
-        if word:
+        if word := _LONE_VERDICT.match(line):
             return word[1].lower() in _RIGHT
     said = {(m["word"].lower() == "correct") != bool(m["no"]) for m in _MENTION.finditer(text)}
     return said.pop() if len(said) == 1 and not _HALF.search(text) else None

@@ -49,7 +49,7 @@ def test_program_prints_what_differs_and_the_counts_alone_on_the_last_line(tmp_p
     assert _program([_case("STOP"), _case("CONTINUE"), unbuilt], tmp_path) == 1
     assert capsys.readouterr().out.split("\n") == [
         "x (must): got 'STOP', wanted 'CONTINUE'",
-        "skipped, as nothing here runs them yet: parse_poem (1)",
+        "skipped, kinds that are not known: parse_poem (1)",
         "1 passed, 1 failed, 1 skipped",
         "",
     ]

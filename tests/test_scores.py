@@ -17,21 +17,6 @@ def test_recorded_text_case_scores_as_expected(case):
     assert cases.same(cases.run_score(case), case["expected"])
 
 
-def _number_or_wrong(case):
-    """Cases that need no algebra: both sides are plain numbers, or they are not equal anyway."""
-    if case["kind"] != "math":
-        return False
-    both = f"{case['prediction']}{case['reference']}"
-    return set(both) <= set("0123456789.,-/%") or not case["expected"]
-
-
-@pytest.mark.parametrize(
-    "case", [row for row in RECORDED if _number_or_wrong(row)], ids=lambda case: case["id"]
-)
-def test_recorded_number_scores_as_expected_and_nothing_wrong_scores(case):
-    assert cases.same(cases.run_score(case), case["expected"])
-
-
 def _score(kind, answer, reference, **how):
     return evaluation.score(kind, answer, reference, extracted=True, **how)
 
@@ -169,9 +154,6 @@ def test_missing_or_empty_answer_never_scores(kind, reference, reply):
 
 
 def test_kinds_and_metrics_that_are_not_there_are_refused_in_a_sentence():
-    for kind in ("mc", "gaia", "game24"):
-        with pytest.raises(NotImplementedError, match=kind):
-            evaluation.score(kind, "A", "A")
     with pytest.raises(ValueError, match="unknown kind 'poem'"):
         evaluation.score("poem", "A", "A")
     with pytest.raises(ValueError, match="unknown metric 'bleu'"):
