@@ -1,14 +1,15 @@
-"""eval.py: what counts as right, and how often a planner gets there.
+"""eval.py: what counts as right, which questions there are, and how often a planner is right.
 
     python eval.py                              the untrained planner on the held-out questions
     python eval.py --adapter runs/NAME          a trained one, with the same random numbers
-    python eval.py --json FILE                  the same numbers, and every item, as data
+    python eval.py --bench all                  the paper's ten benchmarks (section 5)
+    python eval.py --compare FIRST,SECOND       two result folders, question by question
 
 The reward of a roll-out is `score(...)` of the generator's reply (paper section 2: a verifiable
 outcome R in {0, 1}); the same functions measure a planner, so the two cannot drift apart.
-`extract_answer` isolates the final answer, `score` compares it with the reference.
-Left out on purpose: a judge, evaluation of what a model wrote, a tolerance for numbers that are
-merely close.
+Read in this order: `score` and the scorer of each kind; `Question`, `BENCHMARKS` and the loaders;
+`attempt` and `evaluate`; the reports. Left out on purpose: evaluation of what a model wrote, and a
+tolerance for numbers that are merely close.
 """
 
 from __future__ import annotations
@@ -235,7 +236,8 @@ def plain_notation(text: str) -> str:
     sums, `\text{…}` opened. `⟦ ⟧` are the braces of a set, `{ }` those of LaTeX."""
     text = text.replace("\u00bd", " 1/2").replace("\u00bc", " 1/4").replace("\u00be", " 3/4")
     boxed = _boxed(text)
-    text = (boxed[1] if boxed else text).replace("\\\\", "¶")  # a matrix's new row; "\\ " would be a space
+    text = boxed[1] if boxed else text
+    text = text.replace("\\\\", "¶")  # a matrix's new row; "\\ " would be a space
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", text)
     text = unicodedata.normalize("NFKC", text).strip().strip("*`")
     text = _LABEL.sub("", _SIGN.sub(lambda sign: _SIGNS[sign[0]], text))
@@ -1512,7 +1514,8 @@ def load_named(spec: str, offline: bool = False, no_cache: bool = False) -> list
 
     def load(name: str) -> list[Question]:
         if name == "builtin":
-            return load_questions(DATA / "heldout.jsonl")
+            held_out = load_questions(DATA / "heldout.jsonl")
+            return [dataclasses.replace(question, source="builtin") for question in held_out]
         return load_benchmark(name, offline, no_cache)
 
     # Gated sets first: a missing token shows before anything is waited for.
@@ -2193,7 +2196,9 @@ def markdown(rows: list[dict]) -> str:
             row["crashed"],
         ]  # fmt: skip
 
-    lines = [head, *(list(map(str, cells(row))) for row in rows)]
+    columns = zip(head, *(map(str, cells(row)) for row in rows), strict=True)
+    columns = [column for column in columns if any(column[1:])]  # no paper, one run: left out
+    lines = list(zip(*columns, strict=True))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = [
         "| "

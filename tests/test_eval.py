@@ -175,6 +175,17 @@ def test_an_interval_counts_a_question_once_however_often_it_was_run():
     assert row["interval"] == evaluation.wilson(2 / 3, 2)
 
 
+def test_a_reward_function_that_fails_makes_no_answer_right(data, tmp_path):
+    """It is tried once at the start, then fails for "two": 3 of 4, and one crashed."""
+    (tmp_path / "mine.py").write_text(
+        "def mine(response, question):\n    assert question.id != 'two', 'no'\n    return 1\n"
+    )
+    with pytest.warns(UserWarning, match="AssertionError"):
+        assert run("--data", data, "--output_dir", "out", "--reward", "mine.py:mine") == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["accuracy"], report["crashed"]) == (0.75, 1)
+
+
 # --- A judge -----------------------------------------------------------------------------------
 
 

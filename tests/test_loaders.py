@@ -798,13 +798,6 @@ def test_a_reward_function_may_ask_for_the_rule_and_use_dataclasses(tmp_path):
     assert question.reward("<answer>5</answer>") == 1.0 and question.reward("6") == 0.5
 
 
-def test_an_unjudged_roll_out_leaves_statistics_and_is_counted():
-    """Scores 1, None, 0: accuracy 1/2 of the two that were judged."""
-    item = {"group": "all", "tools": ["a"], "errors": ["none"]}
-    result = evaluation.summarise([{**item, "score": score} for score in (1.0, None, 0.0)])
-    assert result["accuracy"] == 0.5 and result["groups"] == {"all": 0.5}
-
-
 def test_a_run_with_its_own_reward_counts_failures_and_remembers_the_function(tmp_path, capsys):
     """Every second reply is judged 0.25, the others fail: `rollouts/failed` is half of them."""
     code = ("calls = 0\ndef judge(response, question):\n    global calls\n    calls += 1\n"
