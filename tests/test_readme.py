@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_eval import serve
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FILES = ("flow_grpo", "memory", "tools", "modules", "agentflow", "train", "eval")
@@ -46,6 +48,8 @@ def run_shortened(command, folder, shorter):
     script = words[1]
     if script == "train.py" and "--help" not in words and "--output_dir" not in words:
         words += ["--output_dir", str(folder / f"run-{len(list(folder.iterdir()))}")]
+    if script == "eval.py" and "--output_dir" not in words and "--compare" not in words:
+        words += ["--output_dir", str(folder / f"results-{len(list(folder.iterdir()))}")]
     words += shlex.split(shorter.get(script, ""))  # the last of two equal flags counts
     done = subprocess.run(
         [sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -60,11 +64,40 @@ def test_every_command_of_the_readme_runs(small_run):
     for command in commands():
         if command.startswith("pip install") or " -m pytest" in command:
             continue  # what this test itself runs in
-        if "my_task" in command:
-            continue  # has a test of its own
+        if any(word in command for word in ("my_task", "results/", "--bench", "my.jsonl")):
+            continue  # these have tests of their own
         run_shortened(command, folder, shorter)
         ran += 1
     assert ran >= 6, "the README shows how to train, measure, ask, resume"
+
+
+def test_the_commands_that_measure_run_one_after_the_other(server, tmp_path, monkeypatch):
+    """With the built-in set for the ten benchmarks, four questions each, and a server of ours."""
+    few = tmp_path / "my.jsonl"
+    lines = (ROOT / "data" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()[:4]
+    few.write_text("\n".join(lines), encoding="utf-8")
+    instead = {
+        "--bench all --model Qwen/Qwen2.5-7B-Instruct": "--bench builtin",
+        "http://localhost:8000/v1": serve(server, lambda body: "<answer>16</answer>"),
+        "python": shlex.quote(sys.executable),
+        "eval.py": shlex.quote(str(ROOT / "eval.py")),
+    }
+
+    def run(command):
+        for name, other in instead.items():
+            command = command.replace(name, other)
+        words = shlex.split(command)
+        if not {"--compare", "--resume", "--rescore"} & {*words}:
+            words += ["--eval_questions", "4"]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        return done.stdout
+
+    run("python eval.py --runs 3 --max_turns 10 --output_dir results/trained")
+    section = README.partition("## Measuring")[2].partition("\n## ")[0]
+    shown = [line for line in commands() if line in section]
+    assert len(shown) == 6
+    assert "gained" in [run(command) for command in shown][-1]
 
 
 def test_the_install_and_test_commands_are_the_two_that_a_fresh_machine_needs():

@@ -34,6 +34,12 @@ def few_questions(tmp_path_factory):
     return str(path)
 
 
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """Where no --output_dir is given, results/<date-time> lands here."""
+    monkeypatch.chdir(tmp_path)
+
+
 def run(*arguments):
     """main() of train.py in this process; returns its exit code."""
     return train.main([str(argument) for argument in arguments])
