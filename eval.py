@@ -212,15 +212,16 @@ _SIGNS = {
     r"\cfrac": r"\frac", r"\dbinom": r"\binom", r"\leq": r"\le ", r"\geq": r"\ge ", r"\lt": "<",
     r"\gt": ">", r"\ne": "≠", r"\neq": "≠", r"^{\circ}": r"^\circ ", r"\degree": r"^\circ ",
     r"\cdot": "*", r"\times": "*", r"\div": "/", r"\colon": ":", r"\infin": r"\infty",
-    r"\operatorname": r"\mathrm",
+    r"\operatorname": r"\mathrm", r"\emptyset": "⟦⟧", r"\varnothing": "⟦⟧", "∅": "⟦⟧",
+    r"\mathbb{R}": r"(-\infty,\infty)", "ℝ": r"(-\infty,\infty)",
 }  # fmt: skip
 _SIGN = re.compile("|".join(
     re.escape(sign) + (r"(?![A-Za-z])" if sign[0] == "\\" and sign[-1].isalpha() else "")
     for sign in sorted(_SIGNS, key=len, reverse=True)
 ))  # fmt: skip
 _LAYOUT = re.compile(  # says how it looks and not what it is
-    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|quad|qquad|[,;:! ])(?![A-Za-z])"
-    r"|[~$]|\\[()\[\]]"
+    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|quad|qquad|angle|triangle"
+    r"|[,;:! ])(?![A-Za-z])|[~$]|\\[()\[\]]"
 )
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|bm|rm|boxed|fbox)"
                     r"\s{0,3}\{([^{}]*)\}")  # fmt: skip
@@ -229,6 +230,11 @@ _MIXED = re.compile(r"(?<![\w.^\\}])(\d{1,20})\s+(\d{1,20})\s?/\s?(\d{1,20})(?![
 _MIXED_FRAC = re.compile(
     r"(?<![\w.^\\}])(\d{1,20})\s?\\frac\s?(?:\{(\d{1,20})\}\s?\{(\d{1,20})\}|(\d)(\d))"
 )
+
+
+MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
+             "trillion": 10**12}  # fmt: skip
+_MULTIPLE = re.compile(rf"(?<=\d)\s{{0,9}}({'|'.join(MULTIPLES)})\b", re.IGNORECASE)
 
 
 def plain_notation(text: str) -> str:
@@ -250,6 +256,11 @@ def plain_notation(text: str) -> str:
         return f"({whole}+{top}/{bottom})" if top < bottom else found[0]
 
     text = _MIXED.sub(mixed, _MIXED_FRAC.sub(mixed, text))
+    text = _MULTIPLE.sub(lambda m: f"*{MULTIPLES[m[1].lower()]}", text)
+    text = re.sub(
+        r"(?<![\d.])[1-9]\d{0,2}(?: \d{3})+(?![\d ])", lambda m: m[0].replace(" ", ""), text
+    )
+    text = re.split(r"\\(?:approx|simeq)(?![A-Za-z])|≈", text)[0] or text  # the exact side counts
     return text.strip().strip("*`").removesuffix(".").strip()
 
 
@@ -261,8 +272,6 @@ _UNIT_NAMES = {
     "$": "dollar usd", "%": "percent", "°": "degree deg",
 }  # fmt: skip
 UNITS = {name: short for short, names in _UNIT_NAMES.items() for name in [short, *names.split()]}
-MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
-             "trillion": 10**12}  # fmt: skip
 # Words behind a number that change what it says.
 _NO_UNIT = re.compile(
     r"\b(?:or|and|to|if|not|no|plus|minus|less|more|squared|cubed|factorial|times|over|remainder|about"
@@ -278,7 +287,8 @@ _UNIT = re.compile(
 def split_unit(text: str) -> tuple[str, str]:
     """("12", "cm") of "12 cm"; no unit where the end is none. "$5" has one, too."""
     if match := _UNIT.fullmatch(text):
-        unit = match["unit"].strip().lower().replace("\\circ", "°")
+        unit = match["unit"].strip().lower().replace("\\circ", "°").replace(" per ", "/")
+        unit = re.sub(r"\A(?:square|sq)\.? (\w+)", r"\1 2", unit)
         unit = re.sub(r"[\s^{}]", "", "".join(
             f" {UNITS.get(word, UNITS.get(word.removesuffix('s'), word))}"
             for word in re.findall(r"[a-z]+|\S", unit)
@@ -312,8 +322,9 @@ _GREEK = set("alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lam
              "sigma tau phi varphi chi psi omega Gamma Delta Theta Sigma Phi Psi Omega"
              .split())  # fmt: skip
 _NUMERAL = re.compile(r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,4}(?![\d.]))?")
-_THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d,])")
+_THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?![\d,])")
 _NAME = re.compile(r"\\[A-Za-z]+|[A-Za-z]+")
+_DATE = re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{2,4}")
 _RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<=|>=|<|>")
 _MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _OPEN = {"(": ")", "[": "]", "⟦": "⟧", "{": "}"}
@@ -621,9 +632,7 @@ def same_value(a: Any, b: Any) -> bool:
 
 def same_expression(first: tuple, second: tuple) -> bool:
     """Do two formulas have the same value at every point where both have one (of two at least)?"""
-    if symbols(first) != symbols(second) and not (symbols(first) and symbols(second)):
-        return False
-    points = range(POINTS if symbols(first) else 1)
+    points = range(POINTS if symbols(first) | symbols(second) else 1)
     compared = 0
     for point in points:
         try:
@@ -682,29 +691,34 @@ def read_answer(text: str) -> Answer:
     text = text.strip()
     if not text or len(text) > MAX_CHARACTERS:
         raise Unreadable("empty, or too long")
-    if r"\pm" in text or r"\mp" in text:  # two answers at once
-        signs = [text.replace(r"\pm", a).replace(r"\mp", b) for a, b in (("+", "-"), ("-", "+"))]
-        return Answer("set", tuple(map(read_answer, signs)))
     if matrix := _MATRIX.fullmatch(text):
         rows = [row.split("&") for row in matrix[2].split("¶") if row.strip()]
+        cells = [tuple(map(read_answer, row)) for row in rows]
+        if len(cells) == 1 or {len(row) for row in cells} == {1}:  # a vector
+            return Answer("()", sum(cells, ()))
         form = "determinant" if matrix[1][0] in "vV" else "matrix"
-        return Answer(form, tuple(Answer("row", tuple(map(read_answer, row))) for row in rows))
+        return Answer(form, tuple(Answer("row", row) for row in cells))
     text = re.sub(r"\A[A-Za-z]\s*\\in(?![A-Za-z])", "", text).strip()
     if len(parts := re.split(r"\\cup(?![A-Za-z])", text)) > 1:
-        return Answer("set", tuple(map(read_answer, parts)))
+        return Answer("set", items_of(parts))
+    if _DATE.fullmatch(text):
+        raise Unreadable("a date")
     if not _THOUSANDS.fullmatch(text.strip("$ ")):
-        items = split_outside(re.sub(r"\s(?:or|and)\s", ",", text), ",;")
+        text = re.sub(r"\s(?:or|and)\s", ",", text)
+        items = split_outside(text, ",;")
         if len(items) > 1:
             # "1,000" inside a list of numbers with spaces stays one number
             glued = split_outside(re.sub(r"(\d),(?=\d{3}(?!\d))", r"\1", text), ",;")
-            items = glued if len(glued) > 1 and ", " in text else items
-            return Answer("list", tuple(map(read_answer, filter(str.strip, items))))
-    closing = {"(": ")]", "[": "])", "⟦": "⟧"}.get(text[0], "")
+            return Answer("list", items_of(glued if len(glued) > 1 and ", " in text else items))
+    closing = {"(": ")]", "[": "])", "⟦": "⟧", "{": "}"}.get(text[0], "")
     if text[-1] in closing and closed_at(text) == len(text) - 1:
         inner = split_outside(text[1:-1], ",;")
-        if len(inner) > 1 or text[0] == "⟦":
-            form = "set" if text[0] == "⟦" else text[0] + text[-1]
-            return Answer(form, tuple(map(read_answer, filter(str.strip, inner))))
+        if text[0] == "⟦" or len(inner) > 1:
+            form = "set" if text[0] in "⟦{" else text[0] + text[-1]
+            return Answer(form, items_of(inner))
+    if r"\pm" in text or r"\mp" in text:  # two answers at once
+        signs = [text.replace(r"\pm", a).replace(r"\mp", b) for a, b in (("+", "-"), ("-", "+"))]
+        return Answer("set", items_of(signs))
     if len(items := split_outside(text, ":")) > 1:  # a ratio, or a time of day
         return Answer(":", tuple(map(read_answer, items)))
     if _RELATION.search(text):
@@ -712,6 +726,12 @@ def read_answer(text: str) -> Answer:
     if len(sides := split_outside(text, "=")) > 1:
         return equation(sides)
     return value(text)
+
+
+def items_of(texts: list[str]) -> tuple[Answer, ...]:
+    r"""What is listed; of an item that is itself a set (2 \pm 1), its items."""
+    read = [read_answer(text) for text in texts if text.strip()]
+    return tuple(part for one in read for part in (one.parts if one.form == "set" else (one,)))
 
 
 def closed_at(text: str) -> int:
@@ -729,15 +749,16 @@ def value(text: str) -> Answer:
     text, unit = split_unit(text)
     reader = Reader(text.replace("$", ""))
     tree = reader.whole(reader.sum)
-    if unit in MULTIPLES:
-        tree, unit = ("*", tree, ("number", Fraction(MULTIPLES[unit]))), ""
     return Answer("value", (tree,), unit or ("$" if "$" in text else ""))
 
 
 def equation(sides: list[str]) -> Answer:
     """x = 5: the last side is the answer, the first says of what; m + n = 2 + 31 = 33 likewise."""
-    left = re.sub(r"\A\s*([A-Za-z])\s?\(\s?[a-z]\s?\)\s*\Z", r"\1", sides[0])  # f(x) = …
-    return Answer("equation", (read_answer(left), read_answer(sides[-1])))
+    left = re.sub(r"\A\s*([A-Za-z])\s?\(\s?\w+\s?\)\s*\Z", r"\1", sides[0])  # f(x) = …
+    *steps, last = (read_answer(side) for side in sides[1:])
+    if not all(same_answer(step, last) for step in steps):
+        raise Unreadable("a chain of equations that does not hold")
+    return Answer("equation", (read_answer(left), last))
 
 
 def inequality(text: str) -> Answer:
@@ -778,7 +799,7 @@ def same_answer(said: Answer, gold: Answer) -> bool:
         return same_quantity(said, gold)
     if forms <= {"list", "set"}:  # a list without brackets may be a set, or a tuple
         return same_in_any_order(said.parts, gold.parts)
-    if len(forms) > 1 and not ("list" in forms and forms & {"()", "[]"}):
+    if len(forms) > 1 and not ("list" in forms and "()" in forms):
         return False
     pairs = zip(said.parts, gold.parts, strict=False)
     return len(said.parts) == len(gold.parts) and all(same_answer(a, b) for a, b in pairs)
@@ -798,13 +819,13 @@ def same_quantity(said: Answer, gold: Answer) -> bool:
     (a,), (b,) = said.parts, gold.parts
     if said.unit and gold.unit and said.unit != gold.unit:
         return False
-    if same_expression(a, b):
-        return True
-    hundredth = ("number", Fraction(1, 100))
-    if (said.unit == "%") != (gold.unit == "%"):  # 50 % is 50, where percent is asked for, or 0.5
-        a, b = (("*", a, hundredth), b) if said.unit == "%" else (a, ("*", b, hundredth))
+    if (said.unit == "%") == (gold.unit == "%"):
         return same_expression(a, b)
-    return False
+    # 50 % is 0.5; and 50 where percent is asked for, but 0.5 % is not 0.5
+    whole, other = (a, b) if said.unit == "%" else (b, a)
+    if same_expression(("*", whole, ("number", Fraction(1, 100))), other):
+        return True
+    return same_expression(whole, other) and abs(as_real(real_numbers(), value_of(whole, 0))) >= 1
 
 
 def is_label(left: Answer, right: Answer) -> bool:
@@ -812,7 +833,9 @@ def is_label(left: Answer, right: Answer) -> bool:
     was computed (2 + 3 = 5)?"""
     if left.form == right.form == "value" and not symbols(left):
         return same_quantity(left, right)
-    return not any(node[0] in ("number", "constant") for node in nodes(left))
+    kinds = {node[0] for node in nodes(left)}
+    negated = left.form == "value" and left.parts[0][0] == "-"
+    return kinds <= {"symbol", "+", "-", "*", "/"} and not negated
 
 
 def same_equation(said: Answer, gold: Answer) -> bool:
@@ -880,6 +903,17 @@ _SAID_LETTER = re.compile(  # "the answer is therefore (B)"; a small letter woul
     r"(?P<no>(?i:not)\s+(?:option\s+|\(?[A-Z]\)?\s+but\s+(?:rather\s+)?)?)?"
     r"\(?(?P<letter>[A-Z])(?![A-Za-z0-9'])"
 )
+_LETTER_IS_RIGHT = re.compile(
+    r"(?<![A-Za-z])\(?(?P<letter>[A-Z])\)?\s+(?i:is|must be)\s+(?i:the\s+)?"
+    r"(?i:correct|right|best)\b"
+)
+_CHOSEN = re.compile(
+    r"(?<!not )(?<!n't )\b(?i:choose|pick|select|go with)\s+(?i:option\s+)?"
+    r"\(?(?P<letter>[A-Z])(?!\w)"
+)
+_OR_ANOTHER = re.compile(  # "A or B": no answer
+    r"[)*]*\s*(?:,|/|&|or|and)\s*(?:option\s+)?\(?[A-Z]\)?\s*(?:[.,;!]|or\b|and\b|\Z)"
+)
 _LEAD = re.compile(rf"\A(?:{_LABEL_WORD}\b\s*(?:(?i:is)\b|[:=])?\s*)+")
 _NEGATION = re.compile(
     r"\b(?:not|never|neither|nor|isn't|wasn't|cannot|no|incorrect|wrong|except)\b", re.I
@@ -911,24 +945,31 @@ def chosen_letter(text: str | None, choices: list[str]) -> str | None:
         return lone[1].upper() if lone[1].upper() in letters else None
 
     def exactly(words: str) -> str | None:
-        """The letter of the option that these words are."""
-        found = [i for i, one in enumerate(options) if one.lower() == words.lower().rstrip(".")]
-        if not found and (words := normalize_text(words, True)):
-            found = [i for i, one in enumerate(plain) if one == words]
-        return letters[found[0]] if len(found) == 1 else None
+        """The letter of the option that these words are: by case, without, by bare words."""
+        words = words.removesuffix(".")
+        for read in (str, str.lower, lambda one: normalize_text(one, True)):
+            found = [i for i, one in enumerate(options) if read(one) == read(words) != ""]
+            if len({options[i] for i in found}) == 1:  # of twins the first
+                return letters[found[0]]
+        return None
 
     if letter := exactly(bare):
         return letter
+    lines = {m[1].upper() for m in re.finditer(r"^[ (*]*([A-Za-z])[ ).*]*$", text, re.MULTILINE)}
+    stated = [
+        found
+        for pattern in (_SAID_LETTER, _LETTER_IS_RIGHT, _CHOSEN)
+        for found in pattern.finditer(text)
+        if found["letter"] in letters and "not" != (found.groupdict().get("no") or "").strip()
+    ]
+    if stated:
+        last = max(stated, key=lambda found: found.start("letter"))
+        return None if _OR_ANOTHER.match(text, last.end()) else last["letter"]
     marked = re.fullmatch(r"\(?([A-Z])[.):]\s*(.*)", bare, re.DOTALL)  # "B. Nitrogen", "B) since …"
     if marked and marked[1] in letters:
         return marked[1] if exactly(marked[2]) in (None, marked[1]) else None
-    stated = [
-        found["letter"]
-        for found in _SAID_LETTER.finditer(text)
-        if found["letter"] in letters and not (found["no"] and "but" not in found["no"])
-    ]
-    if stated:
-        return stated[-1]
+    if lines & {*letters}:
+        return lines.pop() if len(lines) == 1 else None
     said = f" {normalize_text(bare, True)} "
     named = [i for i, option in enumerate(plain) if option and f" {option} " in said]
     # "vitamin" occurs in "vitamin A", too
@@ -939,8 +980,11 @@ def chosen_letter(text: str | None, choices: list[str]) -> str | None:
 
 def choice_equal(prediction: str | None, reference: str, choices: list[str]) -> bool:
     """Does a reply choose the right option? The reference is a letter, an option, or both."""
-    right = chosen_letter(str(reference), choices)
-    return right is not None and chosen_letter(prediction, choices) == right
+    said, right = chosen_letter(prediction, choices), chosen_letter(str(reference), choices)
+    texts = option_texts(choices)
+    if said is None or right is None:
+        return False
+    return texts[LETTERS.index(said)] == texts[LETTERS.index(right)]  # a twin is as good
 
 
 _GAIA_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][+-]?\d{1,3})?")
@@ -959,7 +1003,8 @@ def gaia_equal(prediction: str, reference: str) -> bool:
     element by element; a text without white space, punctuation and case."""
 
     def text(value: str, drop: str = string.punctuation) -> str:
-        return "".join(c for c in value.lower() if not c.isspace() and c not in drop)
+        value = re.sub(r"(?<=\d)\.(?=\d)", "\0", value.lower())  # v1.5 is not v15
+        return "".join(c for c in value if not c.isspace() and c not in drop)
 
     gold = gaia_number(reference)
     if gold is not None and gaia_number(prediction) == gold:
@@ -980,68 +1025,86 @@ def gaia_equal(prediction: str, reference: str) -> bool:
     return bool(reference.strip()) and prediction.strip() == reference.strip()
 
 
-_GAME_TOKEN = re.compile(r"\s*(\d+|[-+*/()])")
+_GAME_TOKEN = re.compile(r"\s*(\d{1,5}|[-+*/()])")
 
 
 def game24_equal(prediction: str, numbers: list[int]) -> bool:
     """Does an expression use each number exactly once and make 24, exactly? +, -, *, / and brackets
-    only; what stands behind a "=" is not trusted. Never eval: a reader of twenty lines."""
-    text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], unicodedata.normalize("NFKC", prediction))
-    text = _LAYOUT.sub("", text).replace("^", "?")  # powers are not read
+    only. Of a chain (1+2+3)*4 = 6*4 = 24 one side has to use the numbers, and all have to be 24.
+    Never eval: a reader of its own."""
+    lines = [line for line in prediction.split("\n") if line.strip()] or [""]
+    text = re.sub(r"\A.{0,40}?answer(?: is|:)", "", lines[-1], flags=re.IGNORECASE)
+    text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], unicodedata.normalize("NFKC", text))
+    text = _LAYOUT.sub("", text).translate(str.maketrans("[]xX^", "()**?"))  # powers are not read
     for _ in range(6):  # innermost first
         text = re.sub(r"\\frac\s?\{([^{}]*)\}\s?\{([^{}]*)\}", r"((\1)/(\2))", text)
-    text = text.split("=")[0].strip("*`. \n")
-    tokens, at = [], 0
-    while at < len(text.rstrip()) and len(tokens) < 60:
+    try:
+        sides = [game_value(side) for side in text.strip("*`. ").split("=")]
+    except (Unreadable, ZeroDivisionError, IndexError, RecursionError):
+        return False
+    wanted = sorted(map(int, numbers))
+    return all(value == 24 for value, _ in sides) and any(used == wanted for _, used in sides)
+
+
+def game_value(text: str) -> tuple[Fraction, list[int]]:
+    """(value, the numbers in it, sorted) of an expression. Raises Unreadable, ZeroDivisionError."""
+    tokens: list[str] = []
+    at, text = 0, text.strip()
+    while at < len(text):
         match = _GAME_TOKEN.match(text, at)
-        if not match or (tokens and tokens[-1].isdigit() and match[1].isdigit()):
-            return False  # a foreign sign, or two numbers side by side
+        # a foreign sign, two numbers side by side, or more than a game can have
+        if (
+            not match
+            or len(tokens) > 60
+            or (tokens and tokens[-1].isdigit() and match[1].isdigit())
+        ):
+            raise Unreadable(text)
         tokens.append(match[1])
         at = match.end()
-    used = sorted(int(token) for token in tokens if token.isdigit() and len(token) < 6)
-    if used != sorted(map(int, numbers)):
-        return False
+    used = sorted(int(token) for token in tokens if token.isdigit())
     tokens.append("end")
+
+    def chain(signs: str, part: Callable[[], Fraction]) -> Fraction:
+        result = part()
+        while tokens[0] in signs or (signs == "*/" and tokens[0] == "("):  # (1+1)(6+6)
+            sign = tokens.pop(0) if tokens[0] in signs else "*"
+            other = part()
+            if sign in "+-":
+                result += other if sign == "+" else -other
+            else:
+                result = result * other if sign == "*" else result / other
+        return result
+
+    def total() -> Fraction:
+        return chain("+-", lambda: chain("*/", operand))
 
     def operand() -> Fraction:
         token = tokens.pop(0)
         if token.isdigit():
             return Fraction(int(token))
-        if token != "(":
-            raise Unreadable(token)
-        result = chain(("+", "-"), lambda: chain(("*", "/"), operand))
-        if tokens.pop(0) != ")":
-            raise Unreadable("bracket")
+        result = total() if token == "(" else None
+        if result is None or tokens.pop(0) != ")":
+            raise Unreadable(text)
         return result
 
-    def chain(signs: tuple[str, str], part: Callable[[], Fraction]) -> Fraction:
-        result = part()
-        while tokens[0] in signs or (signs[0] == "*" and tokens[0] == "("):  # (1+1)(6+6)
-            sign = tokens.pop(0) if tokens[0] in signs else "*"
-            other = part()
-            result = {"+": result + other, "-": result - other, "*": result * other}.get(
-                sign, result / other if sign == "/" else None)  # fmt: skip
-        return result
-
-    try:
-        result = chain(("+", "-"), lambda: chain(("*", "/"), operand))
-        return tokens == ["end"] and result == 24
-    except (Unreadable, ZeroDivisionError, IndexError, RecursionError):
-        return False
+    value = total()
+    if tokens != ["end"]:
+        raise Unreadable(text)
+    return value, used
 
 
 _VERDICT = re.compile(
-    r"\b(?:verdict|correct|judge?ment|grade)\b[\"'*`]*\s*[:=]\s*[\"'*`\[(]*"
-    r"(not[ _-]?correct|incorrect|correct|wrong|right|yes|no|true|false|[abc])\b",
+    r"(?:\b|_)(?:verdict|correct|judge?ment|grade)\b[\"'*`]*\s*[:=]\s*[\"'*`\[(]*"
+    r"(not[ _-]?correct|incorrect|correct|wrong|right|yes|no|true|false|[ab])\b",
     re.IGNORECASE,
 )
 _LONE_VERDICT = re.compile(
-    r"[\s\"'*`(\[]*((?i:not[ _-]?correct|incorrect|correct|wrong|yes|no|true|false)|[ABC])"
+    r"[\s\"'*`(\[]*((?i:not[ _-]?correct|incorrect|correct|wrong|yes|no|true|false)|[AB])"
     r"[\s\"'*`)\].!]*\Z"
 )
 _MENTION = re.compile(
     r"(?P<no>\b(?:not|isn't|never|hardly|n't)\s+(?:(?:quite|entirely|fully|really)\s+)?)?"
-    r"\b(?P<word>incorrect|correct|wrong)\b(?!\s+(?:answer|value|option|response)\s+(?:is|was|would))",
+    r"\b(?P<word>incorrect|correct|wrong)\b(?!\s+(?:answer|value|option|response|one)\b)",
     re.IGNORECASE,
 )
 _HALF = re.compile(
@@ -1054,15 +1117,19 @@ def parse_judge(text: str | None) -> bool | None:
     """A judge's verdict: True, False, or None where it cannot be read (a failure, never a pass).
 
     In this order: the last "Verdict: …"; a last line that is a verdict alone (CORRECT, yes, A =
-    right, B and C = not); the words correct, incorrect, wrong, where all of them say the same.
+    right, B = not); a first word that is yes or no; the words correct, incorrect, wrong, where all
+    of them say the same.
     """
-    text = drop_thinking(text).replace("’", "'").strip()
+    text = drop_thinking(text).replace("’", "'")
+    text = re.sub(r"[^.!?\n]{0,300}\?", "", text).strip()  # a question is no verdict
     if labelled := _VERDICT.findall(text):
         return labelled[-1].lower() in _RIGHT
     lines = [line for line in text.split("\n") if line.strip()] or [""]
     for line in (lines[-1], lines[-1].rpartition(". ")[2]):
         if word := _LONE_VERDICT.match(line):
             return word[1].lower() in _RIGHT
+    if first := re.match(r"(yes|no)\b\s*[,.:;!-]", text, re.IGNORECASE):
+        return first[1].lower() == "yes"
     said = {(m["word"].lower() == "correct") != bool(m["no"]) for m in _MENTION.finditer(text)}
     return said.pop() if len(said) == 1 and not _HALF.search(text) else None
 
@@ -1105,8 +1172,6 @@ def score(
         # Tags with nothing between them are an empty answer, not a missing one.
         whole = drop_thinking(response)
         answer = None if _TAG.search(whole) else whole
-        if answer and kind == "game24":  # work, then a line with the expression
-            answer = re.sub(r"\A\s*answer\s*:", "", answer.strip().split("\n")[-1], flags=re.I)
     if answer is None or not answer.strip():
         return 0.0
     if kind == "text":

@@ -66,18 +66,44 @@ EQUAL = [
     ("(x,y)=(1,2)", "(1,2)"), ("x=1,y=2", "(1,2)"), (r"10\%", "0.1"), (r"\frac{1}{2}\%", "0.005"),
     (r"3 \times 10^{8} m/s", "3*10^8"), ("3e8 m/s", "300000000"), (r"4\pi \text{ cm}^2", r"4\pi"),
     (r"\left\{1,2\right\}", r"\{2, 1\}"), (r"\lfloor 3.7\rfloor", "3"),
+    (r"\dfrac{3}{4}", "0.75"), (r"\frac12", "1/2"), (r"\frac{1}{-2}", "-0.5"),
+    (r"-1\frac{1}{4}", "-5/4"), ("11 5/6", "71/6"), ("2½", "5/2"), ("10⁻³", "0.001"),
+    ("1e-3", "1/1000"), ("３", "3"), (r"16,\!386.20", "16386.2"), (r"12\,000", "12000"),
+    ("1 000", "1000"), ("2 million", "2000000"), (r"\sqrt{8}", r"2\sqrt2"),
+    ("2*sqrt(3)", r"\sqrt{12}"), (r"\frac{1}{\sqrt{6}}", r"\frac{\sqrt6}{6}"), ("2pi", r"2\pi"),
+    ("2^{2024}", "4^{1012}"), ("(1+i)^2", "2i"), ("(-1)^{n+1}", "-(-1)^n"), ("|x-1|", "|1-x|"),
+    (r"\sin^2 x+\cos^2 x", "1"), (r"2 \sin b \cos a", r"\sin(a+b)-\sin(a-b)"),
+    (r"\cos\frac{\pi}{3}", "1/2"), (r"\frac{0.5a}{b}", "a/(2b)"),
+    (r"\left( \frac{1}{2}, 3 \right)", "(0.5,3)"), (r"\{1,2\}", "{2,1}"), ("5 or 6", "6, 5"),
+    (r"2,3,\text{ and }5", "5,3,2"), ("(0;-2;6)", "(0,-2,6)"),
+    (r"1\pm\sqrt{19}", r"1-\sqrt{19}, 1+\sqrt{19}"), (r"\{1\pm\sqrt5,-2\}", "-2,1-√5,1+√5"),
+    (r"\frac{1\pm\sqrt5}{2}", r"\frac{1+\sqrt5}{2},\frac{1-\sqrt5}{2}"), ("±2", "2,-2"),
+    (r"\{1\}\cup\{2,3\}", "{3,2,1}"), (r"-2 \le x < 7", "[-2,7)"), ("x<3", r"(-\infty,3)"),
+    ("5 <= x", r"x \geq 5"), (r"\mathbb{R}", r"(-\infty,\infty)"), (r"\emptyset", r"\{\}"),
+    (r"\begin{pmatrix}1 & 2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&2\\ 3&4\\ \end{bmatrix}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", "(1,2)"), ("x = 5", "5"), ("x=1, x=2", "{2,1}"),
+    ("(p,q)=(3,2)", "(3,2)"), ("m+n = 2 + 31 = 33", "33"), ("f(3) = 7", "7"),
+    (r"\angle ABC = 90^\circ", "90"), (r"x=\frac{10}{3}\approx 3.33", "10/3"),
+    ("y=-x/2+3/4", "2x+4y-3=0"), ("5=x", "x=5"), ("x^2+y^2=4", "4-y^2-x^2=0"),
+    ("f(x)=2x+1", "2x+1"), (r"15\mbox{ cm}^2", "15"), (r"15\text{ cm}^2", "15 square cm"),
+    ("27 miles", "27"), ("90 degrees", r"90^{\circ}"), (r"2\pi\text{ m}", r"2\pi"),
+    ("12", "12 cm"), ("60 miles per hour", r"60\text{ mi/h}"), (r"\$5.50", "5.5 dollars"),
+    (r"28\%", "28 percent"), ("28%", "0.28"), ("28%", "28"), ("5 million dollars", "5000000"),
+    (r"\boxed{\boxed{5}}", "5"), (r"\text{13}", "13"), (r"\[5.\]", "5"), ("**5**", "5"),
+    ("The answer is 42", "42"), (r"\text{(C)}", "C"), (r"\text{No solution}", "no solution"),
+    ("f(2) < f(1) < f(4)", "f(2)<f(1)<f(4)"),
 ]  # fmt: skip
 DIFFERENT = [
     ("(1,2)", "(2,1)"), ("3", "4"), ("1,2,3", "123"), ("1000001", "1000000"),
     ("11/2", "1 1/2"), (r"(-\infty,1)\cup(2,\infty)", r"(-\infty,1)\cup(3,\infty)"),
-    (r"\pm 3", "{-3,3}"),
+
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}"),
-    ("6.283", r"2\pi"), ("x=1 or x=2", "{1,2}"), ("3:30", "3:03"), ("101_2", "101_3"),
+    ("6.283", r"2\pi"),  ("3:30", "3:03"), ("101_2", "101_3"),
     ("5 m", "5 cm"), ("forty-two", "42"), ("approximately 3.14", r"\pi"),
     ("approximately 3.14", "3.14"), ("12 cm", "12 cm^2"), ("5%", "50"), ("(3,4)", "[3,4]"),
     ("--5", "5"), ("5-", "5"), ("y=2x+1", "y=2x+2"), ("x=5", "y=5"), ("2x=10", "10"),
     ("2+3=6", "6"), ("x>2", r"[2,\infty)"), ("2-3i", "2+3i"), ("|x|", "x"), (r"\sqrt{x^2}", "x"),
-    ("sin(x)^2+cos(x)^2", "1"), ("e^2", "7.389"), (r"\tan 45^\circ", "1"), ("5 squared", "5"),
+     ("e^2", "7.389"), (r"\tan 45^\circ", "1"), ("5 squared", "5"),
     ("7 remainder 2", "7"), ("7 apples", "7 oranges"), ("1,00", "100"), ("1, 234", "1234"),
     ("9^9^9^9", "1"), ("2^{1000000}", "2^{1000001}"), ("(2^{10000})^{10000}", "0"),
     ("100000!", "5"), ("(" * 200 + "1" + ")" * 200, "1"), ("", ""), (" ", "0"), ("None", "0"),
@@ -87,8 +113,22 @@ DIFFERENT = [
     ("0.33333333333333333333333333333333333333333333333", "1/3"),
     ("3.0000000000000000000000000000000000000000000000001", "3"), ("1/3", "0.3333"), ("A", "B"),
     ("2 3", "6"), ("23", "2 3"), ("3x4", "12"), ("12_{10}", "12"), ("5,", "5"), ("0x10", "16"),
-    ("1_000", "1000"), ("{1,2}", r"\{1,2\}"), ("(0, 1]", "(0,1)"), ("a=1,b=2", "a=2,b=1"),
+    ("1_000", "1000"),  ("(0, 1]", "(0,1)"), ("a=1,b=2", "a=2,b=1"),
     ("12 inches", "1 foot"),
+    ("3.14", r"\pi"), ("2.828", r"2\sqrt2"), ("3.14159265358979323846264338327950288", r"\pi"),
+    (r"e^{\pi\sqrt{163}}", "262537412640768744"), ("2^{2024}", "2^{2024}+1"), ("(1,2)", "[1,2]"),
+    ("(1,2)", "(1,2]"), ("(1,2)", "{1,2}"), ("1,1,2", "1,2,2"), ("1 or 2", "1"), (r"\pm 2", "2"),
+    ("((1,2),3)", "(1,2,3)"), ("x<5", "x>5"), ("x>5", "x>=5"), ("x>3", "3"), ("[2,3]", "2,3"),
+    ("2x+y<4", "2x+y>4"), (r"(-\infty, 3)", r"(\infty, 3)"), ("[0,1]", "[0,1)"), ("5 = 6", "6"),
+    ("x = 5 = 6", "6"), ("2x = 10", "10"), ("2x+z = 1", "1"), ("x^2 = 4", "4"), ("-x = 5", "5"),
+    ("|x| = 5", "5"), ("x=1,y=2", "x=2,y=1"), ("5x", "5"), ("not 5", "5"), ("5 or more", "5"),
+    ("5 is wrong", "5"), ("5 to 6", "6"), ("5, no 6", "6"), ("5 (or 6)", "5"), ("2 3", "23"),
+    ("1 2/3", "12/3"), ("3ab", "3"), ("5 cm", "5 m"), ("5 apples", "5 pears"), ("0.5%", "0.5"),
+    ("50%", "5"), ("5 million", "5"), ("101_2", "5"), ("5 dozen", "5"), ("no", "no solution"),
+    ("8,00", "800"), ("1234,567", "1234567"), ("2,5", "2.5"), ("0,111", "111"), ("8,000", "8"),
+    ("(1,234)", "1234"), ("1e3", "13"), ("BAC", "CAB"), ("act", "cat"), ("2024-05-01", "2018"),
+    ("1/2/2024", "1/4048"), ("3:30", "1:10"), ("nan", "0"), ("x_1", "x_2"), ("0/0", "0"),
+    ("5!!", "5"), ("9**9**9**9", "1"), ("10^{10^{10}}", "7"), (r"\infty", r"-\infty"), ("", "0"),
 ]  # fmt: skip
 
 
@@ -274,87 +314,118 @@ def test_many_threads_get_the_same_verdicts():
         assert list(verdicts) == ([True] * len(EQUAL) + [False] * len(DIFFERENT)) * 3
 
 
-# --- Options -------------------------------------------------------------------------------------
+# --- Options ----------------------------------------------------------------------------------
 
-GASES = ["Oxygen", "Nitrogen", "Argon", "Neon"]
+GASES = ["A. Oxygen", "B. Nitrogen", "C. Argon", "D. Neon"]
+NUMBERS = ["A. 10", "B. 100", "C. 1", "D. 1000"]
+TEN = [f"{chr(65 + place)}. option {place}" for place in range(10)]
 
-
-@pytest.mark.parametrize(
-    "reply, letter",
-    [
-        ("B", "B"),
-        ("(b).", "B"),
-        ("**B**", "B"),
-        ("Answer: B", "B"),
-        ("nitrogen", "B"),
-        ("E", None),
-        ("The answer is (C).", "C"),
-        ("I think the answer is A. Wait, the answer is D.", "D"),
-        ("The answer is not A but D.", "D"),
-        ("The answer is not A.", None),
-        ("It is not argon.", None),
-        ("Oxygen or argon", None),
-        ("A gas", None),
-        ("I am unsure", None),
-        ("the gas is neon", "D"),
-        ("B. Argon", None),
-        ("B) because it is inert", "B"),
-        ("Option C is right", "C"),
-        ("ANSWER IS D. A is incorrect.", "D"),
-        ("The correct option is: $B$", "B"),
-        ("", None),
-        ("The answer would be \\text{C}", "C"),
-        ("The answer is Argon", "C"),
-        ("answer: all of them", None),
-        ("The answer is a gas", None),
-        ("\\boxed{\\text{D}}", "D"),
-        ("None of these", None),
-    ],
-)
-def test_a_reply_chooses_what_it_states_and_nothing_is_guessed(reply, letter):
-    assert evaluation.chosen_letter(reply, GASES) == letter
+CHOSEN = [  # (reply, options, the letter that it ends up with; None: none)
+    ("B", GASES, "B"), ("(b)", GASES, "B"), ("B) Nitrogen", GASES, "B"),
+    ("B: Nitrogen", GASES, "B"),
+    ("nitrogen.", GASES, "B"), (r"\boxed{\textbf{(B)}}", GASES, "B"), ("$B$", GASES, "B"),
+    ("answer: b", GASES, "B"), ("The correct answer is **(B) Nitrogen**.", GASES, "B"),
+    ("Answer: Nitrogen", GASES, "B"), ("Let me think.\n\nB", GASES, "B"), ("E", GASES, None),
+    ("I choose D.", GASES, "D"), ("Therefore, B is correct.", GASES, "B"),
+    ("Option A is wrong. Option B is correct.", GASES, "B"), ("The best choice is C.", GASES, "C"),
+    ("The answer is B, and C is wrong", GASES, "B"), ("The answer is C, not B", GASES, "C"),
+    ("The answer is not A but D.", GASES, "D"), ("Neither A nor B; the answer is C", GASES, "C"),
+    ("Is the answer A? No. The answer is B.", GASES, "B"),
+    ("The answer is A. No, D: answer D", GASES, "D"),
+    ("Answer: A. B is too heavy, the answer cannot be B.", GASES, "A"),
+    ("B. Oxygen", GASES, None), ("The answer is A or B.", GASES, None), ("A, B", GASES, None),
+    ("Both A and B", GASES, None), ("A\n\nB\n\nC", GASES, None), ("ABCD", GASES, None),
+    ("I would not choose D.", GASES, None), ("The answer isn't B", GASES, None),
+    ("C is not the correct answer", GASES, None), ("None of the above", GASES, None),
+    ("no idea", GASES, None), ("It is not nitrogen.", GASES, None),
+    ("nitrogen or argon", GASES, None),
+    ("the gas is nitrogen", GASES, "B"), ("A gas that is heavy", GASES, None),
+    ("1", NUMBERS, "C"), ("the value is 10", NUMBERS, "A"), ("10.5", NUMBERS, None),
+    ("I think the answer is C", TEN, "C"), ("Answer: I", TEN, "I"), ("I am not sure", TEN, None),
+]  # fmt: skip
 
 
-def test_references_may_be_a_letter_a_text_or_both():
-    for reference in ("B", "B.", "(B)", "Nitrogen", "B. Nitrogen\n"):
-        assert evaluation.choice_equal("The answer is B.", reference, GASES)
-        assert not evaluation.choice_equal("The answer is C.", reference, GASES)
-    assert not evaluation.choice_equal("no idea", "helium", GASES), "a reference that is no option"
+def test_an_option_counts_where_the_reply_ends_up_with_it_and_is_never_guessed():
+    for reply, options, letter in CHOSEN:
+        for place in range(len(options)):
+            right = letter is not None and ord(letter) - 65 == place
+            found = evaluation.score("mc", reply, chr(65 + place), choices=options)
+            assert found == float(right), (reply, chr(65 + place))
 
 
-# --- GAIA, Game of 24, verdicts ------------------------------------------------------------------
+def test_a_reference_may_be_a_letter_or_the_text_and_case_may_tell_options_apart():
+    for reference in ("B", "b", "Nitrogen", "B. Nitrogen\n\n", " nitrogen "):
+        assert evaluation.score("mc", "B", reference, choices=GASES) == 1.0
+        assert evaluation.score("mc", "C", reference, choices=GASES) == 0.0
+    twins = ["XX", "Xx", "same", "same"]
+    assert evaluation.score("mc", "Xx", "B", choices=twins) == 1.0
+    assert evaluation.score("mc", "XX", "B", choices=twins) == 0.0
+    assert evaluation.score("mc", "D", "same", choices=twins) == 1.0  # either twin
+    assert evaluation.score("mc", "A", "see figure", choices=twins) == 0.0  # no such option
 
 
-def test_gaias_rule_goes_by_the_type_of_the_reference():
+# --- GAIA, Game of 24, verdicts -----------------------------------------------------------------
+
+
+def test_gaia_compares_a_number_a_list_or_a_text_as_the_reference_is():
+    equal = [
+        ("$1,234.50", "1234.5"), ("17 %", "17"), ("1,234", "1,234"), ("1234", "1,234"),
+        ("1, 234", "1,234"), ("1e3", "1000"), ("a;B", "A, b"), ("red, 3.0", "Red, 3"),
+        ("st petersburg", "St. Petersburg"), ("Nan", "Nan"), ("new york", "New-York"),
+    ]  # fmt: skip
+    different = [
+        ("7,9", "79"), ("1,23", "123"), ("b, a", "a, b"), ("a", "a, b"), ("a, b, c", "a, b"),
+        ("banana", "Infinity"), ("nan", "5"), ("v15", "v1.5"), ("-5", "5"), ("17 apples", "17"),
+        ("", "a"), ("...", "!!!"), ("ab", "a, b"),
+    ]  # fmt: skip
+    for answer, reference in equal:
+        assert evaluation.gaia_equal(answer, reference), (answer, reference)
+    for answer, reference in different:
+        assert not evaluation.gaia_equal(answer, reference), (answer, reference)
+
+
+def test_24_needs_each_number_once_and_the_exact_value():
     right = [
-        ("1,000", "1000"),
-        ("$17.50", "17.5"),
-        ("a; B", "A;b"),
-        ("St Paul", "st. paul"),
-        ("5, 6", "5,6"),
-        ("1000, 7", "1000,7"),
-        ("-3", "-3.0"),
-        ("1,234", "1,234"),
-        ("!", "!"),
-    ]
+        ("(1+2+3)×4 = 24", (1, 2, 3, 4)), ("8/(3-8/3)", (3, 3, 8, 8)), ("4/(1-5/6)", (1, 4, 5, 6)),
+        (r"$\frac{4}{1}\times 3\cdot 2$", (1, 2, 3, 4)), ("4(1+2+3)", (1, 2, 3, 4)),
+        ("(1+2+3)*4 = 6*4 = 24", (1, 2, 3, 4)), ("24 = [1+2+3] x 4", (1, 2, 3, 4)),
+        ("First 1+2=3.\nAnswer: (1 + 2 + 3) * 4 = 24.", (1, 2, 3, 4)), ("6÷(1−3÷4)", (1, 3, 4, 6)),
+    ]  # fmt: skip
     wrong = [
-        ("5, 6", "56"),
-        ("56", "5, 6"),
-        ("6, 5", "5, 6"),
-        ("5", "5, 6"),
-        ("5, 6, 7", "5, 6"),
-        ("", "x"),
-        ("inf", "1e400"),
-        ("1 234", "1,23"),
-        ("seventeen", "17"),
-        ("1", "1,000"),
-        ("", "."),
-        ("x", "!"),
-    ]
-    for said, gold in right:
-        assert evaluation.gaia_equal(said, gold), (said, gold)
-    for said, gold in wrong:
-        assert not evaluation.gaia_equal(said, gold), (said, gold)
+        ("7*7/2*1", (7, 7, 2, 1)), ("(6+3)*4/2 = 24", (6, 3, 4, 2)), ("(1+2+3)*4=25", (1, 2, 3, 4)),
+        ("4*(3+3)", (1, 2, 3, 4)), ("4*3*2", (1, 2, 3, 4)), ("24*1*1", (2, 4, 1, 1)), ("24",
+        (24, 1)),
+        ("12*(3-1)", (1, 2, 3, 1)), ("5**2-1*1", (5, 2, 1, 1)), ("5^2-1*1", (5, 2, 1, 1)),
+        ("4!*1*1*1", (4, 1, 1, 1)), ("-1+25", (1, 25)), ("+1*2*3*4", (1, 2, 3, 4)),
+        ("2*(-3)*(-4)*1", (1, 2, 3, 4)), ("1*2*3*4.0", (1, 2, 3, 4)), ("8*3/(1-1)", (1, 1, 8, 3)),
+        ("((1+2+3)*4", (1, 2, 3, 4)), ("1*2*3*4=", (1, 2, 3, 4)), ("1*2*3*4 or 5", (1, 2, 3, 4)),
+        ("4//1*3*2", (1, 2, 3, 4)), ("", (1, 2, 3, 4)), ("__import__('os')", (1, 2, 3, 4)),
+    ]  # fmt: skip
+    for expression, numbers in right:
+        assert evaluation.game24_equal(expression, list(numbers)), expression
+    for expression, numbers in wrong:
+        assert not evaluation.game24_equal(expression, list(numbers)), expression
+
+
+def test_a_judge_is_read_in_the_place_of_its_verdict_and_else_not_at_all():
+    verdicts = {
+        True: ["CORRECT", "**Correct.**", "A", "Verdict: **A**", "Absolutely correct. A", "True",
+               '{"is_correct": true, "why": "x"}', "Yes, the answers match.", "Not incorrect.",
+               "It is correct because it matches the reference answer."],
+        False: ["INCORRECT", "It isn't correct", "Actually this is wrong. B", "Correct: No",
+                '{"correct": false}', "The correct answer is 5, it says 6. INCORRECT.",
+                "Final verdict: not correct", "<think>correct</think>INCORRECT", "no",
+                "Judgement: Incorrect\nReason: the correct value is 5", "Is it correct? No.",
+                "The reply is not entirely correct."],
+        None: ["", "C", "Absolutely, it is.", "partially correct", "correct and incorrect",
+        "A or B",
+               "I cannot tell whether it is correct",
+               "It does not match the correct answer.", None],
+    }  # fmt: skip
+    for verdict, replies in verdicts.items():
+        for reply in replies:
+            found = evaluation.parse_judge(reply)
+            assert found is verdict, (reply, found)
 
 
 def test_every_expression_of_a_game_is_judged_as_its_exact_value_says():
@@ -389,8 +460,8 @@ def test_every_expression_of_a_game_is_judged_as_its_exact_value_says():
     [
         (r"\frac{6}{1-\frac{3}{4}}", True),
         (r"$6 \div (1 - 3 \div 4) = 24$", True),
-        ("6/(1-3/4)=25", True),
-        ("24 = 6/(1-3/4)", False),
+        ("6/(1-3/4)=25", False),
+        ("24 = 6/(1-3/4)", True),
         ("-6/(3/4-1)", False),
         ("6/(1-.75)", False),
         ("13+4+6+1", False),
@@ -407,37 +478,6 @@ def test_every_expression_of_a_game_is_judged_as_its_exact_value_says():
 )
 def test_games_of_24_with_6_1_3_4(text, right):
     assert evaluation.game24_equal(text, [1, 3, 4, 6]) is right
-
-
-def test_a_judges_words_are_read_as_what_they_say():
-    for text, verdict in [
-        ("CORRECT", True),
-        ("INCORRECT", False),
-        ("Verdict: correct", True),
-        ("**Verdict:** INCORRECT", False),
-        ("not correct", False),
-        ("It isn't correct.", False),
-        ("The answer is incorrect.", False),
-        ("", None),
-        ("Yes", True),
-        ("no.", False),
-        ("A", True),
-        ("B", False),
-        ("C", False),
-        ("Absolutely", None),
-        ("Actually this is wrong. B", False),
-        ('{"verdict": "CORRECT"}', True),
-        ('{"correct": false}', False),
-        ("correct: no", False),
-        ("CORRECT or INCORRECT?", None),
-        ("partially correct", None),
-        (None, None),
-        ("The correct answer is 5. The reply says 6.\nINCORRECT", False),
-        ("I cannot tell.", None),
-        ("<think>CORRECT?</think>INCORRECT", False),
-        ("Verdict: CORRECT\nWait.\nVerdict: INCORRECT", False),
-    ]:
-        assert evaluation.parse_judge(text) is verdict, text
 
 
 def test_what_a_kind_needs_is_asked_for_in_a_sentence():
