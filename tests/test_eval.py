@@ -299,7 +299,7 @@ def test_what_a_server_may_answer_instead_of_a_reply(server, status, body, error
 
 
 def test_a_refused_request_is_raised_in_its_own_flow_and_a_null_reply_is_empty(server):
-    """"content": null is what a server sends for a refusal."""
+    """ "content": null is what a server sends for a refusal."""
     url = serve(server, lambda body: None if "null" in str(body) else (400, {}, b"too long"))
     backbone = agentflow.RemoteBackbone(url)
 
@@ -335,3 +335,40 @@ def test_a_server_that_dies_leaves_what_was_answered_and_can_be_gone_on_with(
     dead.append(True)
     assert run("--resume", "--output_dir", "out") == 0
     assert {line["id"] for line in lines_of(tmp_path / "out")} == {"one", "two", "three", "four"}
+
+
+def test_benchmarks_stand_beside_the_papers_numbers(tmp_path, monkeypatch, capsys):
+    """Two sets of two questions: one right of two in each, and 58.4 of the paper's table."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluation, "load_model", lambda config: scripted(("1", "3")))
+
+    def load(name, offline, no_cache):
+        pair = QUESTIONS[:2] if name == "bamboogle" else QUESTIONS[2:]
+        return [
+            evaluation.Question(f"{name}/{word}", f"what is {word}?", [number], source=name)
+            for word, number in pair
+        ]
+
+    monkeypatch.setattr(evaluation, "load_benchmark", load)
+    assert run("--bench", "aime24,bamboogle", "--output_dir", "out", "--offline") == 0
+    assert "58.4" in capsys.readouterr().out
+    rows = {
+        row["set"]: row for row in json.loads((tmp_path / "out/report.json").read_text())["sets"]
+    }
+    assert rows["bamboogle"]["accuracy"] == rows["aime24"]["accuracy"] == 0.5
+    assert rows["aime24"]["paper"]["AgentFlow + Flow-GRPO"] == 40.0
+
+
+def test_a_judge_may_be_a_server_and_sees_question_reference_and_answer(server, data, tmp_path):
+    """It says INCORRECT to everything but "two"."""
+    seen = []
+
+    def verdict(body):
+        seen.append(body["messages"][1]["content"])
+        return "Verdict: CORRECT" if "what is two?" in seen[-1] else "Verdict: INCORRECT"
+
+    url = serve(server, verdict, models=("judge",))
+    assert run("--data", data, "--output_dir", "out", "--judge", url) == 0
+    scores = {line["id"]: line["score"] for line in lines_of(tmp_path / "out")}
+    assert scores == {"one": 0.0, "two": 1.0, "three": 0.0, "four": 0.0}
+    assert "Question: what is one?\nReference: 1\nAnswer: 1" in seen
