@@ -2012,11 +2012,11 @@ def judge(question: Question, answer: str, remote: agentflow.RemoteBackbone | No
         JUDGE,
         f"Question: {question.text}\nReference: {references}\nAnswer: {clip_middle(answer, 1000)}",
     )
-    if remote is None:
-        reply = yield ask
-    else:
-        request = agentflow.Request(ask, 0.0, 1024, (0,))
-        reply = yield Job(lambda: remote.reply(request))
+    request = agentflow.Request(ask, 0.0, 1024, (0,))
+    try:
+        reply = yield ask if remote is None else Job(lambda: remote.reply(request))
+    except ValueError:  # it refuses this request, too long perhaps: a judge's failure, counted
+        return None
     return parse_judge(reply.text)
 
 
