@@ -686,30 +686,33 @@ def _kill_everything(process: subprocess.Popen, waiter: threading.Thread, init: 
 def _remove(folder: str) -> None:
     """Remove a run's folder, whatever the program made of it; never raises.
 
-    A folder in a folder is first moved up to the top: so however deep the program went, nothing
-    recurses, no path grows too long, and no level holds a descriptor.
+    However deep the program went, nothing recurses, and no level holds a descriptor. Where a path
+    grows too long for the system, the rest of it is moved up to the top.
     """
-    todo = [folder]
-    while todo:
-        home = todo.pop()
+    found = [folder]
+    for home in found:  # it grows on the way
         with contextlib.suppress(OSError):
             os.chmod(home, 0o700)  # the program may have taken its own rights away
             with os.scandir(home) as entries:
                 for entry in entries:
                     with contextlib.suppress(OSError):
-                        if not entry.is_dir(follow_symlinks=False):
+                        if entry.is_dir(follow_symlinks=False):
+                            found.append(_within_reach(entry.path, folder))
+                        else:
                             os.unlink(entry.path)
-                            continue
-                        top = entry.path
-                        if home != folder:
-                            os.chmod(entry.path, 0o700)  # who may not write in it may not move it
-                            top = os.path.join(folder, secrets.token_hex(8))
-                            os.rename(entry.path, top)
-                        todo.append(top)
-            if home != folder:
-                os.rmdir(home)
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
+    for home in reversed(found):
+        with contextlib.suppress(OSError):
+            os.rmdir(home)
+
+
+def _within_reach(path: str, folder: str) -> str:
+    """The path of a folder in it, moved up where its own is long (the system's limit is 4,096)."""
+    if len(path) < 2_000:
+        return path
+    os.chmod(path, 0o700)  # who may not write in a folder may not move it
+    top = os.path.join(folder, secrets.token_hex(8))
+    os.rename(path, top)
+    return top
 
 
 def run_python(code: str, timeout: float = 10.0, memory_mb: int = 1024, max_output: int = 20_000,

@@ -496,7 +496,8 @@ def test_an_ipc_namespace_that_cannot_be_had_is_named_and_costs_nothing_else(san
 
 @pytest.mark.parametrize("report", [
     "'(' * 100_000", "'[' * 9_000", "'(1, 2, 3)'", "'(None, [], \"m\")'",
-    "'(None, \"timeout\", \"m\")'", "'(None, \"none\", 5)'", "'(None, \"none\")'", "'-' * 9_000 + '1'"])
+    "'(None, \"timeout\", \"m\")'", "'(None, \"none\", 5)'", "'(None, \"none\")'",
+    "'-' * 9_000 + '1'"])
 def test_a_forged_report_of_another_shape_counts_for_none(report, sandbox):
     """Ten thousand brackets are a MemoryError or a RecursionError of the parser."""
     code = ("import os\nwords = open('/proc/self/cmdline', 'rb').read().split(b'\\0')\n"
