@@ -410,6 +410,7 @@ PASSED_ON = ("LD_LIBRARY_PATH", "SYSTEMROOT")  # of our environment, where Pytho
 RUNNER = r"""
 import _ast, os, sys
 mark, namespaces, *caps = sys.argv[1], sys.argv[2] == "1", *map(int, sys.argv[3:])
+# All of stdin, so that input() meets its end at once; a byte order mark is no part of a program.
 code = sys.stdin.buffer.read().decode("utf-8", "replace").removeprefix("\ufeff")
 report, missing, init = os.dup(2), [], 0                   # a private stderr: fd 2 is the program's
 work = os.getcwd()                                         # the program's own folder
@@ -1035,11 +1036,10 @@ class Http:
                 return None
             kept = json.loads(file.read_text(encoding="utf-8"))
             url, kind, body = kept["url"], kept["type"], base64.b64decode(kept["body"])
-            if isinstance(url, str) and isinstance(kind, str):
-                return Page(url, 200, {"Content-Type": kind}, body)
+            whole = isinstance(url, str) and isinstance(kind, str)
+            return Page(url, 200, {"Content-Type": kind}, body) if whole else None
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            pass
-        return None  # half a file, or another's: fetched again
+            return None  # half a file, or another's: fetched again
 
     def _keep(self, name: str, page: Page) -> None:
         """Write a page beside its place and rename it: nobody reads half of one."""
