@@ -288,7 +288,7 @@ def drive(
     deterministic: replies and tool results enter in the flows' order, round by round, so that two
         runs put the same rows into the same batches and agree bit for bit. Otherwise whatever is
         ready goes on, and batched sums may round differently.
-    A backbone may answer with an exception: it is raised where the flow asked.
+    An exception that a backbone answers with, or that a job raises, is raised where the flow asked.
     Blocking jobs run in threads of their own, WORKERS at a time: unless `deterministic`, the model
     never waits for a web page. Nor does Python at its end: after Ctrl-C they are left behind.
     """
@@ -330,8 +330,17 @@ def drive(
         if jobs:  # while any flow can go on, only look; else sleep until a job is done
             busy = owners or (answered and not deterministic)
             wait(jobs, timeout=0 if busy else None, return_when=FIRST_COMPLETED)
-            answered += [(jobs.pop(job), job.result()) for job in list(jobs) if job.done()]
+            answered += [(jobs.pop(job), outcome(job)) for job in list(jobs) if job.done()]
     return results
+
+
+def outcome(job: Future) -> Any:
+    """What a job returned, or the exception that it raised. One that is no Exception is nobody's
+    answer (SystemExit, Ctrl-C): it goes on up."""
+    try:
+        return job.result()
+    except Exception as error:
+        return error
 
 
 def in_background(run: Callable[[], Any], places: threading.BoundedSemaphore) -> Future:
@@ -902,13 +911,15 @@ class Backbone:
     start weights; None: no planner, the model's parameters stay as they are (for pretraining).
     slots: S, rows generated at a time. stride: tokens a row between two looks at the results.
     max_context: refuse requests whose prompt and reply may be longer (default: the model's limit).
-    Raises ValueError for a model with sliding-window layers.
+    Raises ValueError for a model with sliding-window layers, and for less than one slot.
     """
 
     def __init__(self, model, tokenizer, device="cpu", lora_r=16, lora_alpha=32, seed=0, slots=64,
                  stride=None, max_context=None):
         if lora_r is not None and lora_r < 0:
             raise ValueError(f"The rank of the adapter, --lora_r, cannot be {lora_r}.")
+        if slots < 1:
+            raise ValueError(f"A backbone needs at least one slot, not {slots}.")
         if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):
             raise ValueError("This model uses sliding-window attention, which is not supported: "
                              "choose one with full attention, such as Qwen2.5 or Llama.")
@@ -975,6 +986,9 @@ class Backbone:
         self._heads = {key: head for key, head in self._heads.items() if not key[1]}
         self._greedy = {key: row for key, row in self._greedy.items() if not row.gate}
         self._last_prompts.forget_planner()
+        known, self._known = self._known, []
+        for request, _ in known:  # asked again: the planner's are written anew by the new weights
+            self.submit(request)
 
     def clear(self) -> None:
         """Forgets all requests, answered or not, and frees their keys and values. So the roll-outs
@@ -1182,13 +1196,20 @@ class Backbone:
         return finished
 
     def generate(self, requests: Sequence[Request]) -> list[Reply]:
-        """All requests to their end; replies in the order of the requests."""
+        """All requests to their end; replies in the order of the requests. Raises ValueError where
+        `submit` refuses one of them; then none is left in the queue for the next call."""
+        if len({id(request) for request in requests}) < len(requests):
+            raise ValueError("The same request stands in the list twice: make one for each reply.")
         self._greedy.clear()  # each call computes its replies anew
-        for request in requests:
-            self.submit(request)
         replies = {}
-        while len(replies) < len(requests):
-            replies.update((id(request), reply) for request, reply in self.step())
+        try:
+            for request in requests:
+                self.submit(request)
+            while len(replies) < len(requests):
+                replies.update((id(request), reply) for request, reply in self.step())
+        except BaseException:  # Ctrl-C too
+            self.clear()
+            raise
         return [replies[id(request)] for request in requests]
 
     def _admit(self, lane: Lane) -> None:
@@ -1610,16 +1631,25 @@ def check_ranges(config, least: dict[str, float] = LEAST) -> None:
 
 def run_command(main: Callable[[], int]) -> int:
     """A command line's exit code, whatever its surroundings are like."""
-    for stream in (sys.stdout, sys.stderr):  # a console that cannot show a sign shows its number
-        stream.reconfigure(errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell, `>&-`
+            setattr(sys, name, open(os.devnull, "w"))
+        # a console that cannot show a sign shows its number
+        getattr(sys, name).reconfigure(errors="backslashreplace")
     try:
-        return main()
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()  # what cannot be written is an error here, not at Python's end
     except KeyboardInterrupt:
         print("\nstopped.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `... | head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        code = 141
+    except OSError as error:  # the disk is full
+        code = fail(error)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest goes nowhere
+    return code
 
 
 def is_offline(offline: bool | None, *parts: str) -> bool:

@@ -674,6 +674,43 @@ def test_an_update_forgets_the_planners_greedy_replies():
         assert (torch.tensor(reply.logp) - oracle).abs().max() < 1e-5
 
 
+def test_an_update_forgets_a_greedy_reply_that_waits_to_be_fetched():
+    """The second request finds the first one's row done; before `step`, the weights change."""
+    model = tiny_model()
+    made = backbone(model, adapter=True)
+    move_adapter(made, 1)
+    modules = ("planner", "executor")
+    made.generate([request("q", module) for module in modules])
+    for module in modules:
+        made.submit(request("q", module))
+    assert len(made._known) == 2
+    move_adapter(made, 5)
+    answers = []
+    while len(answers) < 2:
+        answers += made.step()
+    for asked, reply in answers:
+        weights = merged(model, made) if asked.ask.module == "planner" else model
+        oracle = hf_logp(weights, reply.prompt_ids, reply.response_ids)
+        assert (torch.tensor(reply.logp) - oracle).abs().max() < 1e-5
+
+
+def test_a_refused_request_leaves_nothing_in_the_queue():
+    made = backbone()
+    with pytest.raises(ValueError, match="do not fit"):
+        made.generate([request("q"), request("q" * 10_000)])
+    [reply] = made.generate([request("q")])
+    assert reply.text == backbone().generate([request("q")])[0].text
+
+
+def test_what_would_never_be_answered_is_refused():
+    """One request in two places has one name for two replies; no slot, no reply."""
+    once = request("q")
+    with pytest.raises(ValueError, match="twice"):
+        backbone().generate([once, once])
+    with pytest.raises(ValueError, match="at least one slot"):
+        backbone(slots=0)
+
+
 def test_greedy_requests_with_equal_prompts_but_other_weights_or_limits_stay_apart():
     made = backbone(adapter=True, stops=False)
     frozen, planner, short = made.generate(

@@ -1,7 +1,11 @@
 """The flow (Algorithm 1, one roll-out), its memory and its driver, on a scripted backbone."""
 
 import random
+import shlex
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -395,6 +399,44 @@ def test_an_error_of_the_program_itself_is_not_swallowed():
         assert "a bug of ours" in str(error)
     else:
         raise AssertionError("only a model's or a tool's mistake belongs to the roll-out")
+
+
+def test_what_a_job_raises_is_raised_in_the_flow_that_asked_for_it():
+    """As a backbone's refusal is: a flow may go on, and only what it lets through ends the run."""
+    def careful():
+        try:
+            yield Job(lambda: 1 / 0)
+        except ZeroDivisionError:
+            return (yield Job(lambda: "went on"))
+
+    def careless(error):
+        def fails():
+            raise error
+        yield Job(fails)
+
+    def through(*flows):
+        keys = [(index,) for index in range(len(flows))]
+        return agentflow.drive(list(flows), keys, ScriptedBackbone({}), Sampling())
+
+    assert through(careful(), careful()) == ["went on", "went on"]
+    with pytest.raises(KeyError, match="mine"):
+        through(careful(), careless(KeyError("mine")))
+    with pytest.raises(SystemExit):  # no Exception: nobody's answer
+        through(careless(SystemExit(3)))
+
+
+@pytest.mark.parametrize("shell, code, said", [
+    (">&-", 0, ""),
+    (">/dev/full", 2, "error: [Errno 28] No space left on device\n"),
+    ("| true", 141, ""),
+])
+def test_a_command_line_survives_what_its_output_goes_to(shell, code, said):
+    program = ("import sys, time; import agentflow; time.sleep(0.1); "
+               "sys.exit(agentflow.run_command(lambda: print('x' * 100_000) or 0))")
+    line = f"set -o pipefail; {shlex.quote(sys.executable)} -c {shlex.quote(program)} {shell}"
+    run = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60,
+                         cwd=Path(agentflow.__file__).parent)
+    assert (run.returncode, run.stderr) == (code, said)
 
 
 def test_the_command_in_the_memory_is_the_call_that_was_made():

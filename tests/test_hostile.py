@@ -110,7 +110,9 @@ HOSTILE = {
                           "open('{out}/a', 'w')",
     "read-only folders": "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w')\nos.chmod('a/b', 0)\n"
                          "os.chmod('a', 0)\nos.chmod('.', 0)",
-    "deep folders": "import os\nfor _ in range(900):\n    os.mkdir('d')\n    os.chdir('d')",
+    "deep folders": "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')",
+    "long deep folders": "import os\nfor _ in range(300):\n    os.mkdir('d' * 200)\n"
+                         "    os.chdir('d' * 200)\n    os.chmod('..', 0)",
     # Network
     "connect": "import socket\nprint(socket.create_connection(('127.0.0.1', {port}), 1)"
                ".recv(99))",

@@ -168,6 +168,36 @@ def test_a_tool_that_raises_hangs_or_floods_gives_a_typed_bounded_result(act, er
     assert 0 < result.seconds <= time.perf_counter() - started < 3
 
 
+class Mute(Exception):
+    """Neither the error nor anything that holds it can be shown."""
+
+    def __str__(self):
+        raise SystemExit("no text")
+
+
+@pytest.mark.parametrize("act, said", [
+    (raising(Mute()), "Mute: (its text raised SystemExit)"),
+    (lambda: tools.ToolResult(Mute()), "SystemExit: no text"),
+    (raising(type("MuteTimeout", (Mute, TimeoutError), {})()), "its text raised"),
+])
+def test_what_cannot_be_shown_is_a_typed_error_all_the_same(act, said):
+    result = result_of(Probe(act), query="q")
+    assert result.error in ("runtime", "timeout") and said in result.output
+
+
+def test_a_tool_that_asks_for_neither_model_nor_job_is_a_typed_error():
+    class Odd(Probe):
+        def run(self, **arguments):
+            yield "an answer, please"
+
+    result = result_of(Odd(), query="q")
+    assert result.error == "runtime" and "str: no Ask and no Job" in result.output
+
+
+def test_a_result_has_no_lone_surrogates_which_no_tokenizer_takes():
+    assert result_of(Probe(lambda: tools.ToolResult("a\ud800b")), query="q").output == "a?b"
+
+
 def test_a_tool_sees_what_its_job_raised_and_may_go_on():
     class Careful(Probe):
         def run(self, **arguments):
@@ -301,6 +331,7 @@ def test_the_sandbox_treats_each_known_trouble_as_expected(case, sandbox):
     ("import threading\nthreading.Timer(0.2, print, ['late']).start()", "late"),
     ("print({'a', 'b', 'c'} == set('abc'), end='')", "True"),
     ("import sys\nsys.stdout.close()\n5", "5"),
+    ("\ufeffprint(6)", "6"),
 ])
 def test_a_program_runs_as_a_file_would_and_its_last_value_counts(code, text, sandbox):
     assert tools.run_python(code).text == text
@@ -313,6 +344,8 @@ def test_a_program_runs_as_a_file_would_and_its_last_value_counts(code, text, sa
     ("import json\njson.loads('{')", "(line 2: json.loads('{'))"),
     ("x ==== 2", "SyntaxError: invalid syntax (line 1: x ==== 2)"),
     ("class E(Exception):\n    def __str__(self):\n        1 / 0\nraise E", "E: (its text raised"),
+    ("class E(Exception):\n    def __str__(self): raise SystemExit\nraise E", "E: (its text"),
+    ("class E(Exception):\n    lineno = property(lambda e: 1 / 0)\nraise E('a')", "E: a (its line"),
     ("raise ValueError('v' * 10**6)", "ValueError: vvv"),
     ("import sys\nprint('a')\nsys.exit(3)", "exit code 3"),
     ("raise SystemExit('bye')", "bye"),
@@ -433,6 +466,44 @@ def test_missing_protections_are_listed_and_one_that_fails_does_not_skip_the_oth
 def test_files_are_limited_and_the_folder_is_removed_whatever_is_in_it(code, said, sandbox):
     assert said in tools.run_python(code).text
     assert Path("/etc/passwd").exists()
+
+
+def test_a_folder_of_any_depth_is_removed(sandbox):
+    """1,500 levels: more than Python's stack has frames and a process has descriptors."""
+    deep = "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')\nprint('down')"
+    assert tools.run_python(deep).text == "down"  # that nothing is left, the fixture checks
+
+
+@pytest.mark.skipif(not NAMESPACES, reason="this kernel grants no namespaces; `missing` says so")
+def test_shared_memory_semaphores_and_queues_end_with_their_run(sandbox):
+    """System V's belong to no process and no folder, and would outlive both."""
+    code = ("import ctypes\nlibc = ctypes.CDLL(None)\n"
+            "print(*[get(0x5D1F, *more, {flags}) >= 0 for get, more in [(libc.shmget, [4096]), "
+            "(libc.semget, [1]), (libc.msgget, [])]])")
+    assert tools.run_python(code.format(flags=0o1666)).text == "True True True"
+    assert tools.run_python(code.format(flags=0)).text == "False False False"
+    held = [Path("/proc/sysvipc", kind).read_text() for kind in ("shm", "sem", "msg")]
+    assert not any(f" {0x5D1F} " in lines for lines in held)
+
+
+def test_an_ipc_namespace_that_cannot_be_had_is_named_and_costs_nothing_else(sandbox, monkeypatch):
+    granted = tools.run_python("0").missing
+    monkeypatch.setattr(tools, "RUNNER", tools.RUNNER.replace('"IPC": 0x8000000', '"IPC": 1'))
+    run = tools.run_python("import os\nprint(os.path.exists('/root/..'), os.path.exists('/home'))")
+    assert set(run.missing) == {*granted, "IPC namespace"}
+    assert not NAMESPACES or run.text == "True False", "the file system is its own still"
+
+
+@pytest.mark.parametrize("report", [
+    "'(' * 100_000", "'[' * 9_000", "'(1, 2, 3)'", "'(None, [], \"m\")'",
+    "'(None, \"timeout\", \"m\")'", "'(None, \"none\", 5)'", "'(None, \"none\")'",
+    "'-' * 9_000 + '1'"])
+def test_a_forged_report_of_another_shape_counts_for_none(report, sandbox):
+    """Ten thousand brackets are a MemoryError or a RecursionError of the parser."""
+    code = ("import os\nwords = open('/proc/self/cmdline', 'rb').read().split(b'\\0')\n"
+            "mark = [word for word in words if word.startswith(b'run-')][-1]\n"
+            f"os.write(2, b'\\n' + mark + b' ' + ({report}).encode() + b'\\n')\nos._exit(3)")
+    assert tools.run_python(code).text == "The program ended early with exit code 3."
 
 
 def test_sixty_four_programs_at_once_all_answer_and_waiting_is_not_running(sandbox):
@@ -632,8 +703,36 @@ def test_retry_after_is_read_as_seconds_or_as_a_date():
     assert tools.seconds_to_wait("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
     later = email.utils.formatdate(time.time() + 90, usegmt=True)
     assert 85 < tools.seconds_to_wait(later) <= 91
-    for neither in ("", "soon", "-1", "Wed, 99 Oct 2015"):
+    for neither in ("", "soon", "-1", "Wed, 99 Oct 2015", "²", "٣"):
         assert tools.seconds_to_wait(neither) is None
+
+
+@pytest.mark.parametrize("answer, kind", [
+    ("302 Found\r\nLocation: http://[::1/\r\nContent-Length: 0\r\n\r\n", "network"),
+    ("302 Found\r\nLocation: /\xe9\xff\r\nContent-Length: 0\r\n\r\n", "network"),
+    ("200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nabc\r\n", "network"),
+    ("429 Busy\r\nRetry-After: \xb2\r\nContent-Length: 0\r\n\r\n", "rate_limited"),
+    ("200 OK\r\nContent-Encoding: br\r\nContent-Length: 3\r\n\r\nabc", "refused"),
+    ("200 OK\r\nContent-Encoding: gzip, gzip\r\nContent-Length: 3\r\n\r\nabc", "refused"),
+])
+def test_an_answer_that_breaks_the_protocol_is_a_typed_error(answer, kind, monkeypatch):
+    monkeypatch.setattr(tools, "TRIES", 1)
+    monkeypatch.setattr("urllib3.HTTPResponse.CONTENT_DECODERS", ["gzip"])  # br may be installed
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        def serve():
+            with listening.accept()[0] as talk:
+                talk.recv(10_000)
+                talk.sendall(f"HTTP/1.1 {answer}".encode("latin-1"))
+
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        assert result_of(tools.Web_Search_Tool(OPEN), query="q", url=url).error == kind
+
+
+def test_no_deeper_json_than_the_stack_is_read():
+    page = tools.Page("http://x", 200, {}, b"[" * 100_000)
+    with pytest.raises(tools.ToolError, match="No JSON"):
+        page.json()
 
 
 def drip(start: bytes):
@@ -693,6 +792,27 @@ def test_pages_are_kept_by_all_that_decides_them_and_never_with_a_key(server, tm
     assert len(server.requests) == len(options) + 2, "what is old is fetched again"
 
 
+def test_a_cache_that_cannot_be_written_or_read_costs_no_page(server, tmp_path):
+    """No folder where it should be; a name that is taken; and files that others have damaged."""
+    server.answers["/"] = always("hello", Content_Type="text/plain")
+    (tmp_path / "file").write_text("")
+    nowhere = dataclasses.replace(OPEN, cache=tmp_path / "file" / "http")
+    assert nowhere.fetch(server.base + "/").text() == "hello"
+    http = dataclasses.replace(OPEN, cache=tmp_path / "http")
+    http.fetch(server.base + "/")
+    (kept,) = http.cache.iterdir()
+    good = json.loads(kept.read_text())
+    damaged = [{**good, "type": None}, {**good, "type": 5}, {**good, "url": None}, [], 5]
+    for text in ["[" * 100_000, *map(json.dumps, damaged)]:
+        kept.write_text(text)
+        page = http.fetch(server.base + "/")
+        assert (page.text(), page.type, page.url) == ("hello", "text/plain", server.base + "/")
+    kept.unlink()
+    kept.mkdir()
+    assert http.fetch(server.base + "/").text() == "hello"
+    assert list(http.cache.iterdir()) == [kept] and len(server.requests) == 9
+
+
 def test_an_error_is_not_kept_and_a_private_page_is_for_those_who_may_read_it(server, tmp_path):
     http = dataclasses.replace(OPEN, cache=tmp_path)
     server.answers["/"] = always("gone", 404)
@@ -711,9 +831,24 @@ def test_an_error_is_not_kept_and_a_private_page_is_for_those_who_may_read_it(se
     ("text/html", "Café".encode(), "Café"),
     ("text/html; charset=latin-1", "Café".encode("latin-1"), "Café"),
     ("text/html; charset=klingon", "Café".encode(), "Café"),
+    ("text/html; charset=Windows-1252", "Café €".encode("cp1252"), "Café €"),
+    ("text/html; charset=shift_jis", "東京".encode("shift_jis"), "東京"),
+    ("text/html; charset=punycode", "Café".encode(), "Café"),  # none of these five is a charset of
+    ("text/html; charset=idna", "Café".encode(), "Café"),  # pages: slow, no decoder of bytes, or
+    ("text/html; charset=utf-7", b"+2AA-", "+2AA-"),  # a way to write lone surrogates
+    ("text/html; charset=unicode_escape", rb"\ud800", r"\ud800"),
+    ("text/html; charset=undefined", "Café".encode(), "Café"),
     ("text/html", b"<script>var a=1</script><style>p{}</style><p>Hi <b>y</b>ou</p>there",
      "Hi you\nthere"),
     ("text/html", b"<title>T</title><p>a &lt; b &amp; c<p>d<br>e", "T\na < b & c\nd\ne"),
+    ("text/html", b"a < b<br>3 <4 <!-- <p>x --> &amp;lt; <P title='x > y' q=\"<b>\">c</P>d",
+     "a < b\n3 <4 &lt;\nc\nd"),
+    ("text/html", b"<svg/>a<svg><b>x</b></svg>b<script q='>'>1</a>2</script >c<style>d",
+     "a\nb\nc"),
+    ("text/html", b"<?xml version='1'?><!DOCTYPE html><a-b>x</a-b> <p don't>y</ p> it's",
+     "x\ny it's"),
+    ("text/html", b"a<p>b<!-- never closed <p>c", "a\nb"),
+    ("text/html", b"&#" + b"9" * 5_000 + b"; &#55296; &eacute;", "\ufffd \ufffd é"),
     ("text/plain", b"hello <b>\r\nworld", "hello <b>\nworld"),
     ("text/markdown; charset=utf-8", b"# Title", "# Title"),
     ("", b"<html><p>x</p></html>", "x"),
@@ -721,6 +856,29 @@ def test_an_error_is_not_kept_and_a_private_page_is_for_those_who_may_read_it(se
 def test_pages_are_decoded_rightly_and_read_without_scripts(kind, body, text):
     page = tools.Page("http://x", 200, {"Content-Type": kind}, body)
     assert tools.readable(page) == text
+
+
+@pytest.mark.parametrize("unit", [
+    "<", "<a ", '<a b="', "<a b='", "<a =", "<!--", "<!--->", "<!", "<?", "</", "</a ", "<![CDATA[",
+    "<script>", "<script", "<svg><", "<script></script ", "&", "&#1", "<b></b>"])
+def test_no_page_takes_longer_than_its_length(unit):
+    """2 MB of what never ends. A parser that looks for an end at each begin takes minutes."""
+    page = tools.Page("http://x", 200, {"Content-Type": "text/html"}, b"")
+    body = (unit * (2_000_000 // len(unit))).encode()
+    started = time.perf_counter()
+    tools.readable(dataclasses.replace(page, body=body))
+    assert time.perf_counter() - started < 2
+
+
+def test_a_page_is_read_in_the_job_where_no_other_flow_waits_for_it(monkeypatch):
+    threads = []
+    real = tools.readable
+    monkeypatch.setattr(tools, "readable", lambda page: threads.append(threading.current_thread())
+                        or real(page))
+    page = tools.Page("http://x", 200, {"Content-Type": "text/html"}, b"<p>At nine.")
+    http = SimpleNamespace(require=lambda: None, fetch=lambda url: page)
+    assert result_of(tools.Web_Search_Tool(http), "Nine.", query="q", url="u").error == "none"
+    assert threads and threads[0] is not threading.main_thread()
 
 
 @pytest.mark.parametrize("kind, body", [("application/pdf", b"%PDF-1.4"), ("", b"%PDF-1.4"),
@@ -863,6 +1021,7 @@ def test_the_file_lists_the_tools_and_their_cards():
     (["Web_Search_Tool", "--query", "q"], 2, "", "--url"),
     (["Library_Search_Tool", "--query", "q", "--corpus", "/nowhere"], 2, "", "cannot be read"),
     (["No_Tool"], 2, "", "invalid choice"),
+    (["Google_Search_Tool", "--query", "x", "--add_citations", "foo(", "--offline"], 2, "", "foo("),
 ])
 def test_the_file_runs_one_tool(words, code, out, err, monkeypatch, tmp_path):
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
