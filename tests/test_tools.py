@@ -865,9 +865,9 @@ def test_no_page_takes_longer_than_its_length(unit):
     """2 MB of what never ends. A parser that looks for an end at each begin takes minutes."""
     page = tools.Page("http://x", 200, {"Content-Type": "text/html"}, b"")
     body = (unit * (2_000_000 // len(unit))).encode()
-    started = time.perf_counter()
+    started = time.thread_time()
     tools.readable(dataclasses.replace(page, body=body))
-    assert time.perf_counter() - started < 2
+    assert time.thread_time() - started < 2
 
 
 def test_a_page_is_read_in_the_job_where_no_other_flow_waits_for_it(monkeypatch):
