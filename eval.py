@@ -1452,7 +1452,7 @@ def load_reward(spec: str) -> Callable:
     """
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file() or not path.endswith(".py"):
-        raise ValueError(f"--reward {spec}: there is no such file. Give FILE.py:FUNCTION.")
+        raise ValueError(f"--reward {spec}: give FILE.py:FUNCTION, a file that exists.")
     found = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module  # a dataclass in it is looked up there
@@ -2037,7 +2037,8 @@ class Scoring:
         if math.isnan(rule):  # a reward function of one's own; it has said why
             return {**item, "answer": answer, "score": 0.0, "crashed": "the reward function failed"}
         scored = {**item, "answer": answer, "score": rule, "crashed": None}
-        if self.judged:
+        # An expression's value and an option's letter need no judge, and 24 tells it nothing.
+        if self.judged and question.kind not in ("game24", "mc"):
             verdict = yield from judge(question, answer, self.remote)
             scored |= {"score": float(verdict is True), "judge": verdict, "rule": rule}
         return scored
@@ -2187,8 +2188,11 @@ def table(columns: dict[str, dict]) -> str:
     rows.append(("mean turns", [f"{result['turns']:.2f}" for result in columns.values()]))
     for name in named("tools"):
         percent(f"  {name}", lambda result, name=name: result["tools"].get(name, 0.0))
-    head = f"{'':28}" + "".join(f"{heading:>12}" for heading in columns)
-    return "\n".join([head, *(f"{label:28}" + "".join(f"{c:>12}" for c in r) for label, r in rows)])
+    width = max(12, *(len(heading) + 2 for heading in columns))
+    lines = [("", list(columns)), *rows]
+    return "\n".join(
+        f"{name:28}" + "".join(f"{c:>{width}}" for c in cells) for name, cells in lines
+    )
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2244,7 +2248,7 @@ def paper_numbers(source: str) -> dict[str, float]:
 
 def markdown(rows: list[dict]) -> str:
     """The report as a Markdown table that is good to read in a terminal, too."""
-    head = ["set", "T_max", "questions", "accuracy", "95 %", "runs ±", "paper: untrained",
+    head = ["set", "T_max", "answers", "accuracy", "95 %", "runs ±", "paper: untrained",
             "paper: trained", "paper: GPT-4o", "turns", "tool errors", "tokens", "seconds",
             "crashed"]  # fmt: skip
 
@@ -2272,7 +2276,16 @@ def markdown(rows: list[dict]) -> str:
         for line in lines
     ]
     ruler = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
-    return "\n".join([shown[0], ruler, *shown[1:]])
+    notes = []
+    if any(row["paper"] for row in rows):
+        notes.append("The paper's numbers: T_max 10, GPT-4o as the judge, items of its own choice.")
+    for row in rows:
+        if "judge_failures" in row:
+            agrees = row["judge_agrees_with_rule"]
+            agreed = "none" if agrees is None else f"{100 * agrees:.1f} %"
+            notes.append(f"{row['set']}: {row['judge_failures']} verdicts of the judge could not be "
+                         f"read; of the others it agreed with the rule in {agreed}.")  # fmt: skip
+    return "\n".join([shown[0], ruler, *shown[1:], *(["", *notes] if notes else [])])
 
 
 def compare(before: list[dict], after: list[dict]) -> str:
@@ -2527,6 +2540,12 @@ def load_model(config: EvalConfig):
 def questions_of(config: EvalConfig, of_run: dict) -> dict[str, list[Question]]:
     """set -> its questions. of_run: how the adapter's run measured itself."""
     if config.bench:
+        unknown = {*config.bench.split(",")} - {*BENCHMARKS, "builtin", "all"}
+        if unknown:
+            raise ValueError(
+                f"--bench {','.join(sorted(unknown))}: there is no such set. Use builtin, all, or "
+                f"some of {', '.join(BENCHMARKS)}; a file of your own is --data FILE."
+            )
         questions = load_named(config.bench, bool(config.offline), config.no_cache)
     else:
         same = same_file(config.data, of_run.get("data"))
@@ -2556,8 +2575,8 @@ def run(config: EvalConfig, of_run: dict) -> int:
     """Measure: every set, with every T_max, as many times as asked for."""
     budgets = turn_budgets(config.max_turns)
     scoring = scoring_of(config)
-    sets = questions_of(config, of_run)
     tools = agentflow.tools_from_flags(config, config.model, config.bench or config.data)
+    sets = questions_of(config, of_run)  # behind the tools: a missing key shows before any download
     backbone = load_model(config)
     results = start_results(config, sets)
     known = {(item["max_turns"], item["run"], item["source"], item["id"]) for item in results.items}
@@ -2625,6 +2644,7 @@ def rescore(config: EvalConfig) -> int:
     results.settings |= {name: getattr(config, name) for name in SCORING_FLAGS}
     results.rewrite()
     results.report(config.json)
+    print(f"\nscored again: {results.folder}")
     return 0
 
 
@@ -2653,7 +2673,12 @@ def main(arguments: list[str] | None = None) -> int:
             folders = config.compare.split(",")
             if len(folders) != 2:
                 raise ValueError("--compare takes two result folders: FIRST,SECOND.")
-            print(compare(*(read_results(folder).items for folder in folders)))
+            pair = [read_results(folder) for folder in folders]
+            print(compare(*(results.items for results in pair)))
+            for name in (*SCORING_FLAGS, "temperature", "tools"):
+                first, second = (results.settings.get(name) for results in pair)
+                if first != second:
+                    print(f"note: they differ in --{name}: {first!r} and {second!r}.")
             return 0
         return rescore(config) if config.rescore else run(config, of_run)
     except (ValueError, OSError, FloatingPointError) as error:

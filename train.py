@@ -902,8 +902,8 @@ def prepare(config: Config, offline: bool = False):
     agentflow.check_ranges(config, LEAST)
     if config.temperature == 0:
         raise ValueError("--temperature must be above 0: without sampling all roll-outs are equal.")
+    tools = agentflow.tools_from_flags(config)  # first: a missing key shows before any download
     questions, held_out = load_data(config, offline)
-    tools = agentflow.tools_from_flags(config)
     backbone = agentflow.load_backbone(
         config.model,
         config.device,

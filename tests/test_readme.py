@@ -71,13 +71,13 @@ def test_every_command_of_the_readme_runs(small_run):
     assert ran >= 6, "the README shows how to train, measure, ask, resume"
 
 
-def test_the_commands_that_measure_run_one_after_the_other(server, tmp_path, monkeypatch):
-    """With the built-in set for the ten benchmarks, four questions each, and a server of ours."""
+def test_the_commands_that_measure_run_one_after_the_other(server, small_run, tmp_path):
+    """Four questions of each set; and a server of ours."""
     few = tmp_path / "my.jsonl"
     lines = (ROOT / "data" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()[:4]
     few.write_text("\n".join(lines), encoding="utf-8")
     instead = {
-        "--bench all --model Qwen/Qwen2.5-7B-Instruct": "--bench builtin",
+        "runs/NAME": str(small_run[0] / "NAME"),
         "http://localhost:8000/v1": serve(server, lambda body: "<answer>16</answer>"),
         "python": shlex.quote(sys.executable),
         "eval.py": shlex.quote(str(ROOT / "eval.py")),
@@ -93,11 +93,12 @@ def test_the_commands_that_measure_run_one_after_the_other(server, tmp_path, mon
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         return done.stdout
 
-    run("python eval.py --runs 3 --max_turns 10 --output_dir results/trained")
     section = README.partition("## Measuring")[2].partition("\n## ")[0]
-    shown = [line for line in commands() if line in section]
-    assert len(shown) == 6
-    assert "gained" in [run(command) for command in shown][-1]
+    shown = [line for line in commands() if line in section and "results/" in line]
+    assert len(shown) == 6 and "--url http://localhost:8000/v1" in section
+    shown.insert(0, "python eval.py --data my.jsonl --url http://localhost:8000/v1")
+    said = [run(command) for command in shown]
+    assert any("could not be read" in text for text in said) and "gained" in said[-1]
 
 
 def test_the_install_and_test_commands_are_the_two_that_a_fresh_machine_needs():
