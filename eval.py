@@ -2283,8 +2283,10 @@ def markdown(rows: list[dict]) -> str:
         if "judge_failures" in row:
             agrees = row["judge_agrees_with_rule"]
             agreed = "none" if agrees is None else f"{100 * agrees:.1f} %"
-            notes.append(f"{row['set']}: {row['judge_failures']} verdicts of the judge could not be "
-                         f"read; of the others it agreed with the rule in {agreed}.")  # fmt: skip
+            notes.append(
+                f"{row['set']}: {row['judge_failures']} of the judge's verdicts could not be read; "
+                f"of the others it agreed with the rule in {agreed}."
+            )
     return "\n".join([shown[0], ruler, *shown[1:], *(["", *notes] if notes else [])])
 
 

@@ -98,7 +98,7 @@ def test_the_commands_that_measure_run_one_after_the_other(server, small_run, tm
     assert len(shown) == 6 and "--url http://localhost:8000/v1" in section
     shown.insert(0, "python eval.py --data my.jsonl --url http://localhost:8000/v1")
     said = [run(command) for command in shown]
-    assert any("could not be read" in text for text in said) and "gained" in said[-1]
+    assert any("verdicts could not be read" in text for text in said) and "gained" in said[-1]
 
 
 def test_the_install_and_test_commands_are_the_two_that_a_fresh_machine_needs():
