@@ -1652,6 +1652,22 @@ def run_command(main: Callable[[], int]) -> int:
     return code
 
 
+def lock_folder(folder: Path):
+    """Two runs in one folder would write over each other. The lock ends with the process."""
+    file = open(folder / "run.lock", "w")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows has no such lock
+        pass
+    except OSError as error:
+        raise ValueError(
+            f"{folder} is in use by another run: wait for its end, or choose another --output_dir."
+        ) from error
+    return file
+
+
 def is_offline(offline: bool | None, *parts: str) -> bool:
     """--offline, by default on where a part of the run is "builtin": the built-in backbone has
     never seen a web page, and the library answers the built-in questions."""

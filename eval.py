@@ -65,7 +65,7 @@ _STATED = re.compile(  # "Final answer: 7", "**Final Answer:** 7", "the final an
     r"[*_`]{0,3}[ \t]{0,9}(?P<colon>[:：﹕])?",
     re.IGNORECASE,
 )
-_NEXT_LINE = re.compile(r"[\s*`]*([^\n]*)")
+_NEXT_LINE = re.compile(r"[\s*`]*(?:(?:\$\$|\\\[)\s*\n\s*)?([^\n]*)")
 # What stands between the tags where a reply repeats its instructions instead of answering.
 _TEMPLATE = re.compile(
     r"(?:and|or|[.…_\s]*|(?:your|the|final|\s)*answer(?:\s+here)?)\Z", re.IGNORECASE
@@ -131,6 +131,8 @@ def _stated(text: str) -> tuple[tuple[int, str] | None, tuple[int, str] | None]:
         heading = text[match.end() : match.end() + 1] in "\n" and re.search(r"[#*]", lead[-8:])
         if not (match["verb"] or match["colon"] or heading):
             continue
+        if weak and not (match["colon"] or heading):
+            continue  # it would count for nothing: reading each one's line is quadratic
         value = _TAG.split(_NEXT_LINE.match(text, match.end())[1])[0].strip("*` \t")
         value = value.removesuffix(".").strip("*` \t")
         if value and (match["colon"] or heading):
@@ -191,11 +193,12 @@ def text_scores(
 #
 # No text of a model ever reaches sympify, eval or a simplifier: those run code, or run for ever.
 # The reader below knows what an answer may hold and refuses everything else (`Unreadable`). Numbers
-# stay exact fractions where they can; everything else is computed to 60 digits, symbols at a few
+# stay exact fractions where they can; everything else is computed to 200 digits, symbols at a few
 # fixed points. Expressions that agree there are equal; what grows too large is not read.
 
+DIGITS = 200  # of what is no fraction; half of them have to agree
 MAX_CHARACTERS, MAX_DEPTH, MAX_BITS = 500, 40, 40_000  # of an answer; of its tree; of an integer
-POINTS = 3  # at which expressions with symbols are compared
+POINTS = 6  # at which expressions with symbols are compared
 
 
 class Unreadable(Exception):
@@ -234,7 +237,7 @@ _MIXED_FRAC = re.compile(
 
 MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
              "trillion": 10**12}  # fmt: skip
-_MULTIPLE = re.compile(rf"(?<=\d)\s{{0,9}}({'|'.join(MULTIPLES)})\b", re.IGNORECASE)
+_MULTIPLE = re.compile(rf"(?<=\d)\s{{0,9}}({'|'.join(MULTIPLES)})s?\b", re.IGNORECASE)
 
 
 def plain_notation(text: str) -> str:
@@ -256,7 +259,8 @@ def plain_notation(text: str) -> str:
         return f"({whole}+{top}/{bottom})" if top < bottom else found[0]
 
     text = _MIXED.sub(mixed, _MIXED_FRAC.sub(mixed, text))
-    text = _MULTIPLE.sub(lambda m: f"*{MULTIPLES[m[1].lower()]}", text)
+    for _ in range(2):  # five hundred thousand
+        text = _MULTIPLE.sub(lambda m: f"*{MULTIPLES[m[1].lower()]}", text)
     text = re.sub(
         r"(?<![\d.])[1-9]\d{0,2}(?: \d{3})+(?![\d ])", lambda m: m[0].replace(" ", ""), text
     )
@@ -274,6 +278,11 @@ _UNIT_NAMES = {
 UNITS = {name: short for short, names in _UNIT_NAMES.items() for name in [short, *names.split()]}
 # Words behind a number that change what it says.
 _NO_UNIT = re.compile(
+    r"\b(?:or|and|to|if|not|no|plus|minus|less|more|fewer|squared|cubed|factorial|times|over|out|short"
+    r"|remainder|about|approximately|hal(?:f|ves)|thirds?|quarters?|(?!months?\b)\w+ths?|at|mod|modulo"
+    r"|is|are|pi|root|base|binary|below|above|point|lakh|crore|bn|mn|pairs?|tens|scores?|wrong)\b"
+)
+_UNIT = re.compile(
     r"\b(?:or|and|to|if|not|no|plus|minus|less|more|squared|cubed|factorial|times|over|remainder|about"
     r"|approximately|half|halves|thirds?|quarters?|tenths?|hundredths?|at|mod|is|are|pi|root)\b"
 )
@@ -525,18 +534,19 @@ _THREAD = threading.local()  # mpmath's contexts change their precision as they 
 
 
 def real_numbers():
-    """This thread's 60-digit arithmetic (mpmath, which sympy brings, and torch brings sympy)."""
+    """This thread's 200-digit arithmetic (mpmath, which sympy brings, and torch brings sympy)."""
     if not hasattr(_THREAD, "context"):
         import mpmath
 
         _THREAD.context = mpmath.MPContext()
-        _THREAD.context.dps = 60
+        _THREAD.context.dps = DIGITS
     return _THREAD.context
 
 
-def value_of(tree: tuple, point: int) -> Any:
-    """A tree's value: a Fraction as long as it is rational, else an mpmath number of 60 digits.
-    `point` says which numbers its symbols stand for. Raises Unreadable where it has none."""
+def value_of(tree: tuple, point: int, real: bool = False) -> Any:
+    """A tree's value: a Fraction as long as it is rational, else an mpmath number of 200 digits.
+    `point` says which numbers its symbols stand for; real: a root or logarithm that is not real
+    there has no value. Raises Unreadable where it has none."""
     kind, *parts = tree
     mp = real_numbers()
     if kind == "number":
@@ -544,16 +554,22 @@ def value_of(tree: tuple, point: int) -> Any:
     if kind == "symbol":
         seed = hashlib.sha256(f"{parts[0]}/{point}".encode()).digest()
         size = Fraction(int.from_bytes(seed[:6], "big") + 1, 2**48) * 2 + Fraction(1, 3)
-        return -size if point == POINTS - 1 else size  # the last point is negative: |x| is not x
+        # |x| is not x, and |xy| not xy: at the first two points all symbols are positive, at the
+        # third all negative, then each by a bit of its name
+        negative = point == 2 or point > 2 and ord(parts[0][0]) >> (point - 3) & 1
+        return -size if negative else size
     if kind == "constant":
         return {"pi": +mp.pi, "e": +mp.e, "i": mp.mpc(0, 1), "inf": mp.inf}[parts[0]]
-    values = [value_of(part, point) for part in parts]
+    values = [value_of(part, point, real) for part in parts]
     try:
         value = exact(kind, *values)
         if value is None:
             value = inexact(mp, kind, [as_real(mp, one) for one in values])
     except (ArithmeticError, ValueError, TypeError, NotImplementedError) as error:
         raise Unreadable(f"{kind} has no value there: {error}") from error
+    if real and kind in ("sqrt", "root", "^", "log", "log10", "asin", "acos"):
+        if mp.im(as_real(mp, value)) and not any(mp.im(as_real(mp, one)) for one in values):
+            raise Unreadable("not real there")  # so √(xy) is √x·√y, where all are real
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
             raise Unreadable("too large")
@@ -598,7 +614,7 @@ def exact(kind: str, a: Any, b: Any = None) -> Fraction | None:
 
 
 def inexact(mp, kind: str, values: list) -> Any:
-    """The same in 60 digits."""
+    """The same in 200 digits."""
     a, b = (*values, None)[:2]
     if kind in "+-*/":
         return -a if kind == "-" else a + b if kind == "+" else a * b if kind == "*" else a / b
@@ -627,21 +643,27 @@ def same_value(a: Any, b: Any) -> bool:
     a, b = as_real(mp, a), as_real(mp, b)
     if mp.isinf(a) or mp.isinf(b):
         return a == b
-    return abs(a - b) <= max(mp.mpf(10) ** -40 * max(abs(a), abs(b)), mp.mpf(10) ** -50)
+    if a == 0 or b == 0:  # sin(pi) is a rounding error, e^-200 is none
+        return abs(a - b) <= mp.mpf(10) ** (-DIGITS * 3 // 4)
+    return abs(a - b) <= mp.mpf(10) ** (-DIGITS // 2) * max(abs(a), abs(b))
 
 
 def same_expression(first: tuple, second: tuple) -> bool:
     """Do two formulas have the same value at every point where both have one (of two at least)?"""
     points = range(POINTS if symbols(first) | symbols(second) else 1)
-    compared = 0
-    for point in points:
-        try:
-            if not same_value(value_of(first, point), value_of(second, point)):
-                return False
-            compared += 1
-        except Unreadable:
-            continue
-    return compared >= min(2, len(points))
+    # Symbols stand for real numbers, where both formulas are real at all: (-1)^n is hardly ever.
+    for real in (True, False) if len(points) > 1 else (False,):
+        compared = 0
+        for point in points:
+            try:
+                if not same_value(value_of(first, point, real), value_of(second, point, real)):
+                    return False
+                compared += 1
+            except Unreadable:
+                continue
+        if compared >= min(2, len(points)):
+            return True
+    return False
 
 
 def nodes(part: Any) -> Iterator[tuple]:
@@ -699,6 +721,8 @@ def read_answer(text: str) -> Answer:
         form = "determinant" if matrix[1][0] in "vV" else "matrix"
         return Answer(form, tuple(Answer("row", row) for row in cells))
     text = re.sub(r"\A[A-Za-z]\s*\\in(?![A-Za-z])", "", text).strip()
+    if not text:
+        raise Unreadable("nothing behind a name")
     if len(parts := re.split(r"\\cup(?![A-Za-z])", text)) > 1:
         return Answer("set", items_of(parts))
     if _DATE.fullmatch(text):
@@ -908,11 +932,19 @@ _LETTER_IS_RIGHT = re.compile(
     r"(?i:correct|right|best)\b"
 )
 _CHOSEN = re.compile(
-    r"(?<!not )(?<!n't )\b(?i:choose|pick|select|go with)\s+(?i:option\s+)?"
+    r"(?<!not )(?<!n't )(?<!never )\b(?i:choose|pick|select|go with)\s+(?i:option\s+)?"
     r"\(?(?P<letter>[A-Z])(?!\w)"
 )
+_SO = re.compile(
+    r"\b(?i:therefore|so|hence|thus)\b[,:]?\s{0,3}\(?(?P<letter>[A-Z])\)?[.* ]{0,9}$", re.MULTILINE
+)
 _OR_ANOTHER = re.compile(  # "A or B": no answer
-    r"[)*]*\s*(?:,|/|&|or|and)\s*(?:option\s+)?\(?[A-Z]\)?\s*(?:[.,;!]|or\b|and\b|\Z)"
+    r"[)*]*\s*\(?(?:[,/&|;]|or|and)\s*(?:also\s|maybe\s|option\s)?\s*\(?[A-Z]\)?"
+    r"\s*(?:[.,;!)]|or\b|and\b|\Z)"
+)
+_DENIED = re.compile(  # "option B is wrong"
+    r"[)*]*\s*(?i:(?:is|are|was|can be|must be)\s+)?"
+    r"(?i:incorrect|wrong|not\b|false|ruled out|eliminated|unlikely|(?:a|the best) distractor)"
 )
 _LEAD = re.compile(rf"\A(?:{_LABEL_WORD}\b\s*(?:(?i:is)\b|[:=])?\s*)+")
 _NEGATION = re.compile(
@@ -940,6 +972,7 @@ def chosen_letter(text: str | None, choices: list[str]) -> str | None:
     text = unicodedata.normalize("NFKC", text or "")
     for _ in range(3):
         text = _WORDS.sub(r"\1", text)
+    text = _LAYOUT.sub("", text)
     bare = _LEAD.sub("", text.strip().strip("*`$ \n")).strip("*`$ \n")
     if lone := re.fullmatch(r"\(?\s*([A-Za-z])\s*[.):]*", bare):
         return lone[1].upper() if lone[1].upper() in letters else None
@@ -958,13 +991,15 @@ def chosen_letter(text: str | None, choices: list[str]) -> str | None:
     lines = {m[1].upper() for m in re.finditer(r"^[ (*]*([A-Za-z])[ ).*]*$", text, re.MULTILINE)}
     stated = [
         found
-        for pattern in (_SAID_LETTER, _LETTER_IS_RIGHT, _CHOSEN)
+        for pattern in (_SAID_LETTER, _LETTER_IS_RIGHT, _CHOSEN, _SO)
         for found in pattern.finditer(text)
-        if found["letter"] in letters and "not" != (found.groupdict().get("no") or "").strip()
+        if found["letter"] in letters
+        and "not" != (found.groupdict().get("no") or "").strip()
+        and not _DENIED.match(text, found.end("letter"))
     ]
     if stated:
         last = max(stated, key=lambda found: found.start("letter"))
-        return None if _OR_ANOTHER.match(text, last.end()) else last["letter"]
+        return None if _OR_ANOTHER.match(text, last.end("letter")) else last["letter"]
     marked = re.fullmatch(r"\(?([A-Z])[.):]\s*(.*)", bare, re.DOTALL)  # "B. Nitrogen", "B) since …"
     if marked and marked[1] in letters:
         return marked[1] if exactly(marked[2]) in (None, marked[1]) else None
@@ -987,13 +1022,15 @@ def choice_equal(prediction: str | None, reference: str, choices: list[str]) -> 
     return texts[LETTERS.index(said)] == texts[LETTERS.index(right)]  # a twin is as good
 
 
-_GAIA_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][+-]?\d{1,3})?")
+_GAIA_NUMBER = re.compile(
+    r"[+-]?(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?"
+)
 
 
 def gaia_number(text: str) -> Fraction | None:
     """A number as GAIA reads it: without $, % and thousands separators; finite."""
-    bare = re.sub(r"[$%\s]", "", text) if len(text) <= 300 else ""
-    if not re.search(r"\d", bare) or not _GAIA_NUMBER.fullmatch(bare):
+    bare = re.sub(r"[\\$%]", "", text.replace("−", "-")).strip() if len(text) <= 300 else ""
+    if not _GAIA_NUMBER.fullmatch(bare):
         return None
     return Fraction(re.sub(r"\.(?!\d)", "", bare.replace(",", "")))
 
@@ -1093,10 +1130,13 @@ def game_value(text: str) -> tuple[Fraction, list[int]]:
     return value, used
 
 
-_VERDICT = re.compile(
-    r"(?:\b|_)(?:verdict|correct|judge?ment|grade)\b[\"'*`]*\s*[:=]\s*[\"'*`\[(]*"
-    r"(not[ _-]?correct|incorrect|correct|wrong|right|yes|no|true|false|[ab])\b",
-    re.IGNORECASE,
+_VERDICT = (
+    re.compile(  # up to the end of a line, a sentence or a JSON value: "Verdict: A pity" is none
+        r"(?:\b|_)(?P<label>verdict|correct|judge?ment|grade)\b[\"'*`]*\s*[:=]\s*[\"'*`\[(]*"
+        r"(?P<word>not[ _-]?correct|incorrect|correct|wrong|right|yes|no|true|false|[ab])\b"
+        r"(?=[\"'*`)\]}]*(?:[.!][\"'*`)\]}]*(?:\s|\Z)|\s*(?:\n|\Z|,|\})))",
+        re.IGNORECASE,
+    )
 )
 _LONE_VERDICT = re.compile(
     r"[\s\"'*`(\[]*((?i:not[ _-]?correct|incorrect|correct|wrong|yes|no|true|false)|[AB])"
@@ -1104,12 +1144,11 @@ _LONE_VERDICT = re.compile(
 )
 _MENTION = re.compile(
     r"(?P<no>\b(?:not|isn't|never|hardly|n't)\s+(?:(?:quite|entirely|fully|really)\s+)?)?"
-    r"\b(?P<word>incorrect|correct|wrong)\b(?!\s+(?:answer|value|option|response|one)\b)",
+    r"\b(?P<word>incorrect|correct|wrong)\b(?!\s*[:=]|\s+(?:answer|value|option|response|one)\b)",
     re.IGNORECASE,
 )
-_HALF = re.compile(
-    r"\b(?:partial|partially|partly|almost|nearly|mostly|half|if|whether)\b", re.IGNORECASE
-)
+_HALF = re.compile(r"\b(?:partial(?:ly)?|partly|almost|nearly|mostly|half|if|whether)\b", re.I)
+_DENIAL = re.compile(r"\b(?:not|never|neither|nor|fails?|cannot|doubt|far from|only)\b|n't\b", re.I)
 _RIGHT = {"correct", "right", "yes", "true", "a"}
 
 
@@ -1122,16 +1161,25 @@ def parse_judge(text: str | None) -> bool | None:
     """
     text = drop_thinking(text).replace("’", "'")
     text = re.sub(r"[^.!?\n]{0,300}\?", "", text).strip()  # a question is no verdict
-    if labelled := _VERDICT.findall(text):
-        return labelled[-1].lower() in _RIGHT
+    labelled = list(_VERDICT.finditer(text))
+    # "correct: yes" is a label, too, but beside "Verdict: INCORRECT" it may be the reference
+    named = [found for found in labelled if found["label"].lower() != "correct"] or labelled
+    if named:
+        return named[-1]["word"].lower() in _RIGHT
+    mentions = {(m["word"].lower() == "correct") != bool(m["no"]) for m in _MENTION.finditer(text)}
     lines = [line for line in text.split("\n") if line.strip()] or [""]
     for line in (lines[-1], lines[-1].rpartition(". ")[2]):
         if word := _LONE_VERDICT.match(line):
-            return word[1].lower() in _RIGHT
+            said = word[1].lower() in _RIGHT
+            contradicted = said and False in mentions and word[1].lower() != "correct"
+            return None if contradicted else said
     if first := re.match(r"(yes|no)\b\s*[,.:;!-]", text, re.IGNORECASE):
         return first[1].lower() == "yes"
-    said = {(m["word"].lower() == "correct") != bool(m["no"]) for m in _MENTION.finditer(text)}
-    return said.pop() if len(said) == 1 and not _HALF.search(text) else None
+    if len(mentions) != 1 or _HALF.search(text):
+        return None
+    # "far from correct", "I doubt it is correct": a denial that is not beside the word
+    denied = any(m["word"].lower() == "correct" for m in _MENTION.finditer(text))
+    return None if mentions == {True} and denied and _DENIAL.search(text) else mentions.pop()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -2048,10 +2096,9 @@ ITEM_NAMES = {"text": "question", "references": "reference"}  # a Question's fie
 QUESTION_PARTS = [entry.name for entry in dataclasses.fields(Question) if entry.name != "own"]
 
 
-def question_of(item: dict, reward: str = "") -> Question:
+def question_of(item: dict) -> Question:
     """The question of a line of results.jsonl."""
-    parts = {name: item[ITEM_NAMES.get(name, name)] for name in QUESTION_PARTS}
-    return with_reward([Question(**parts)], reward)[0]
+    return Question(**{name: item[ITEM_NAMES.get(name, name)] for name in QUESTION_PARTS})
 
 
 def attempt(question: Question, tools: list, limits: agentflow.Limits, scoring: Scoring):
@@ -2418,6 +2465,7 @@ class Results:
 
     def __init__(self, folder: Path, settings: dict, items: list[dict]) -> None:
         self.folder, self.settings, self.items = folder, settings, items
+        self.lock = None  # while this process writes
 
     def add(self, item: dict) -> None:
         self.items.append(item)
@@ -2469,11 +2517,30 @@ def read_results(folder: str | Path) -> Results:
         path = folder / RESULTS_FILE
         lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
         items = [json.loads(line) for line in lines[:-1]]  # behind the last newline: a cut line
-        return Results(folder, {**settings}, [{**item} for item in items])
+        results = Results(folder, {**settings}, [{**item} for item in items])
+        check_results(results)
+        return results
     except FileNotFoundError as error:
         raise ValueError(f"{folder} holds no evaluation: {CONFIG_FILE} is missing.") from error
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{folder}: the results are damaged ({error}).") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{folder}: the results are damaged ({type(error).__name__}: {error})."
+        ) from error
+
+
+def check_results(results: Results) -> None:
+    """Raises an exception, of whatever kind, where what was read is not what `run` writes."""
+    seen = set()
+    for item in results.items:
+        key = item["max_turns"], item["run"], item["source"], item["id"]
+        if key in seen:
+            raise ValueError(f"question {item['id']} was answered twice")
+        seen.add(key)
+        summarise([item])
+        question_of(item)
+        if item["source"] not in results.settings["questions"] or not 0 <= item["score"] <= 1:
+            raise ValueError(f"question {item['id']} has an unknown set, or no score")
+    turn_budgets(results.settings["max_turns"])
 
 
 def start_results(config: EvalConfig, sets: dict[str, list[Question]]) -> Results:
@@ -2487,6 +2554,8 @@ def start_results(config: EvalConfig, sets: dict[str, list[Question]]) -> Result
     }
     folder = Path(config.output_dir or time.strftime("results/%Y-%m-%d-%H%M%S"))
     if config.resume:
+        read_results(folder)  # a sentence, where there are none
+        lock = agentflow.lock_folder(folder)
         results = read_results(folder)
         for name, now in settings.items():
             if now != (before := results.settings.get(name)):
@@ -2501,7 +2570,9 @@ def start_results(config: EvalConfig, sets: dict[str, list[Question]]) -> Result
         )
     else:
         folder.mkdir(parents=True, exist_ok=True)
+        lock = agentflow.lock_folder(folder)
         results = Results(folder, settings, [])
+    results.lock = lock
     results.rewrite()
     return results
 
@@ -2631,10 +2702,14 @@ def rescore(config: EvalConfig) -> int:
     wrote is kept."""
     scoring = scoring_of(config)
     results = read_results(config.output_dir)
-    jobs = []
-    for item in results.items:
-        kept = {name: value for name, value in item.items() if name not in ("judge", "rule")}
-        jobs.append(scoring.apply(kept, question_of(item, config.reward)))
+    results.lock = agentflow.lock_folder(results.folder)
+    if not results.items:
+        raise ValueError(f"{config.output_dir} holds no answer yet: go on with --resume.")
+    questions = with_reward([question_of(item) for item in results.items], config.reward)
+    jobs = [
+        scoring.apply({k: v for k, v in item.items() if k not in ("judge", "rule")}, question)
+        for item, question in zip(results.items, questions, strict=True)
+    ]
     with tqdm(total=len(jobs), desc="scoring", leave=False, disable=None) as bar:
         results.items = agentflow.drive(
             jobs,

@@ -482,7 +482,7 @@ class Run:
                 "another --output_dir."
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = lock_folder(self.folder)
+        self.lock = agentflow.lock_folder(self.folder)
         write_json(path, self.description)
         (self.folder / "rollouts").mkdir(exist_ok=True)
 
@@ -594,22 +594,6 @@ class Run:
             raise ValueError(
                 f"{path} is damaged ({error}): move it away to measure anew."
             ) from error
-
-
-def lock_folder(folder: Path):
-    """Two runs in one folder would write over each other. The lock ends with the process."""
-    file = open(folder / "run.lock", "w")
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # Windows has no such lock
-        pass
-    except OSError as error:
-        raise ValueError(
-            f"{folder} is in use by another run: wait for its end, or choose another --output_dir."
-        ) from error
-    return file
 
 
 def versions() -> dict[str, str]:

@@ -186,6 +186,31 @@ def test_a_reward_function_that_fails_makes_no_answer_right(data, tmp_path):
     assert (report["accuracy"], report["crashed"]) == (0.75, 1)
 
 
+def test_two_processes_cannot_go_on_in_one_folder(data, tmp_path, capsys):
+    assert run("--data", data, "--output_dir", "out") == 0
+    lock = agentflow.lock_folder(tmp_path / "out")
+    assert run("--resume", "--output_dir", "out") == 2
+    assert "in use" in capsys.readouterr().err
+    lock.close()
+    assert run("--resume", "--output_dir", "out") == 0
+
+
+@pytest.mark.parametrize("damage", [
+    lambda line: line.replace('"id"', '"identity"'),
+    lambda line: line.replace('"score": 1.0', '"score": "x"'),
+    lambda line: line + line, lambda line: line.replace('"source"', '"sauce"'), lambda line: "[]\n",
+    lambda line: re.sub(r'"tools": \[[^]]*]', '"tools": null', line), lambda line: "{}\n",
+])  # fmt: skip
+def test_damaged_results_are_refused_in_a_sentence(data, tmp_path, capsys, damage):
+    assert run("--data", data, "--output_dir", "out") == 0
+    path = tmp_path / "out" / "results.jsonl"
+    first, *others = path.read_text().splitlines(keepends=True)
+    path.write_text(damage(first) + "".join(others))
+    for how in ("--resume", "--rescore"):
+        assert run(how, "--output_dir", "out") == 2
+        assert "the results are damaged" in capsys.readouterr().err
+
+
 # --- A judge -----------------------------------------------------------------------------------
 
 

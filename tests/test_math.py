@@ -485,3 +485,103 @@ def test_what_a_kind_needs_is_asked_for_in_a_sentence():
         evaluation.score("mc", "A", "A")
     with pytest.raises(ValueError, match="game24 needs numbers"):
         evaluation.score("game24", "1", 24)
+
+
+# --- What an attacker found ----------------------------------------------------------------------
+
+
+def test_half_formulas_are_wrong_and_raise_nothing():
+    for text in [r"x\in", r";e\in", r"\sqrt=e\in", r"i\in\approx"]:
+        assert not evaluation.math_equal(text, "7")
+
+
+def test_words_behind_a_number_signs_and_tiny_numbers_count():
+    for said, gold, right in [
+        ("3 fifths", "3", 0),
+        ("5 thousandths", "5", 0),
+        ("5 dozens", "5", 0),
+        ("5 millions", "5000000", 1),
+        ("5 hundred thousand", "500000", 1),
+        ("5 hundred thousand", "500", 0),
+        ("101 binary", "101", 0),
+        ("5 base two", "5", 0),
+        ("5 degrees below zero", "5", 0),
+        ("5 out of ten", "5", 0),
+        ("5 months", "5", 1),
+        ("5 months", "5 weeks", 0),
+        ("|xy|", "xy", 0),
+        (r"\sqrt{x^2y^2}", "xy", 0),
+        ("|x/y|", "x/y", 0),
+        ("e^{-120}", "e^{-130}", 0),
+        ("e^{-200}", "0", 0),
+        (r"\sin\pi", "0", 1),
+        (r"\sqrt[3]{x}", "x^{1/3}", 1),
+        (r"\sqrt{x^3}", r"x\sqrt x", 1),
+        (r"\sqrt{xy}", r"\sqrt x\sqrt y", 1),
+        (r"\ln(xy)", r"\ln x+\ln y", 1),
+        (r"\sqrt{-4}", "2i", 1),
+        ("2x", "x", 0),
+        (r"\sqrt{x^2}", "x", 0),
+        (r"\sqrt{x^2}", "|x|", 1),
+    ]:
+        assert evaluation.math_equal(said, gold) == bool(right), (said, gold)
+
+
+def test_no_verdict_is_read_out_of_ordinary_words_and_denials():
+    for text in [
+        "Verdict: A wrong answer.",
+        "Verdict: A different value, so it is wrong.",
+        "Verdict: right answer is 7; given 5. INCORRECT",
+        "Verdict: true value is 7, so INCORRECT.",
+        "Verdict: Correct answer is 7, the given 5 is wrong.",
+        "Correct: A) 7, not B",
+        "Verdict: INCORRECT. Correct: A",
+        "Verdict: INCORRECT\nCorrect: yes is 7",
+        "Verdict: CORRECT|INCORRECT",
+        "Verdict: Correct/Incorrect",
+        'Verdict: "CORRECT" or "INCORRECT"',
+        "The answer is not at all correct.",
+        "It is not factually correct.",
+        "far from correct.",
+        "fails to be correct.",
+        "cannot be considered correct.",
+        "is neither complete nor correct.",
+        "I doubt it is correct.",
+        "Only the reference answer is correct.",
+        "It is incorrect.\nTrue",
+        "Reply is wrong.\nThe reference says:\nYes",
+    ]:
+        assert not evaluation.parse_judge(text), text
+
+
+def test_denied_and_hedged_letters_are_not_chosen():
+    gases = ["Oxygen", "Nitrogen", "Argon", "Neon"]
+    for text, letter in [
+        ("Option B is incorrect", None),
+        ("Option B is wrong", None),
+        ("The answer B is wrong", None),
+        ("Option B can be ruled out", None),
+        ("B is the best distractor", None),
+        ("I would never choose B", None),
+        ("The answer is A (or B)", None),
+        ("A and also B", None),
+        ("A|B", None),
+        (r"The answer is \(B\)", "B"),
+        ("Therefore, B.", "B"),
+        ("Hence (B).", "B"),
+        ("The answer is B", "B"),
+    ]:
+        assert evaluation.chosen_letter(text, gases) == letter, text
+
+
+def test_a_mere_exponent_is_no_number_of_gaia():
+    """ "e4" is a chess move; and 1 7 is not 17."""
+    assert not evaluation.gaia_equal("e4", "7") and evaluation.gaia_equal("e4", "e4")
+    assert not evaluation.gaia_equal("1 7", "17") and evaluation.gaia_equal("\u22125", "-5")
+
+
+def test_many_final_answers_are_read_in_linear_time():
+    started = time.thread_time()
+    evaluation.extract_answer("final answer is " * 20_000)
+    assert time.thread_time() - started < 1.0
+    assert evaluation.extract_answer("Final Answer:\n$$\n7\n$$") == "7"
