@@ -233,8 +233,6 @@ _MIXED = re.compile(r"(?<![\w.^\\}])(\d{1,20})\s+(\d{1,20})\s?/\s?(\d{1,20})(?![
 _MIXED_FRAC = re.compile(
     r"(?<![\w.^\\}])(\d{1,20})\s?\\frac\s?(?:\{(\d{1,20})\}\s?\{(\d{1,20})\}|(\d)(\d))"
 )
-
-
 MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9,
              "trillion": 10**12}  # fmt: skip
 _MULTIPLE = re.compile(rf"(?<=\d)\s{{0,9}}({'|'.join(MULTIPLES)})s?\b", re.IGNORECASE)
@@ -283,10 +281,6 @@ _NO_UNIT = re.compile(
     r"|is|are|pi|root|base|binary|below|above|point|lakh|crore|bn|mn|pairs?|tens|scores?|wrong)\b"
 )
 _UNIT = re.compile(
-    r"\b(?:or|and|to|if|not|no|plus|minus|less|more|squared|cubed|factorial|times|over|remainder|about"
-    r"|approximately|half|halves|thirds?|quarters?|tenths?|hundredths?|at|mod|is|are|pi|root)\b"
-)
-_UNIT = re.compile(
     r"(?P<value>.*(?:[\d)\]}]|\\pi))\s*(?P<unit>%|\^\\circ\s*[CF]?"
     r"|(?:\s[A-Za-z][A-Za-z /]{0,60}|mm|cm|km|m|kg|ft|in|mi|hr?|s|g)(?:\s?\^\s?\{?\d\}?)?)",
     re.DOTALL,
@@ -313,14 +307,8 @@ def split_unit(text: str) -> tuple[str, str]:
 # --- Reading -----------------------------------------------------------------------------------
 
 CONSTANTS = {
-    "pi": "pi",
-    "e": "e",
-    "i": "i",
-    "infty": "inf",
-    "infinity": "inf",
-    "inf": "inf",
-    "oo": "inf",
-}
+    "pi": "pi", "e": "e", "i": "i", "infty": "inf", "infinity": "inf", "inf": "inf", "oo": "inf",
+}  # fmt: skip
 _SAME_NAME = ("sqrt cbrt exp log sin cos tan cot sec csc asin acos atan sinh cosh tanh abs floor "
               "ceil").split()  # fmt: skip
 FUNCTIONS = {
@@ -606,10 +594,8 @@ def exact(kind: str, a: Any, b: Any = None) -> Fraction | None:
             raise ValueError("too large")
         return a ** int(b)
     if kind == "sqrt" and a >= 0:
-        top, bottom = math.isqrt(a.numerator), math.isqrt(a.denominator)
-        return (
-            Fraction(top, bottom) if (top**2, bottom**2) == (a.numerator, a.denominator) else None
-        )
+        root = Fraction(math.isqrt(a.numerator), math.isqrt(a.denominator))
+        return root if root * root == a else None
     return None
 
 
@@ -637,6 +623,7 @@ def inexact(mp, kind: str, values: list) -> Any:
 
 
 def same_value(a: Any, b: Any) -> bool:
+    """Fractions exactly; others to half of the digits. Nothing that is merely close is equal."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
     mp = real_numbers()
@@ -668,12 +655,14 @@ def same_expression(first: tuple, second: tuple) -> bool:
 
 def nodes(part: Any) -> Iterator[tuple]:
     """All trees in a tree or an Answer, itself among them."""
+    inner: tuple = ()
     if isinstance(part, tuple):
         yield part
-    for inner in (
-        part.parts if isinstance(part, Answer) else part[1:] if isinstance(part, tuple) else ()
-    ):
-        yield from nodes(inner)
+        inner = part[1:]
+    elif isinstance(part, Answer):
+        inner = part.parts
+    for one in inner:
+        yield from nodes(one)
 
 
 def symbols(part: Any) -> frozenset[str]:
@@ -1046,9 +1035,7 @@ def gaia_equal(prediction: str, reference: str) -> bool:
     gold = gaia_number(reference)
     if gold is not None and gaia_number(prediction) == gold:
         return True
-    if re.search(
-        r"[,;]", reference
-    ):  # also "1,234", which the official rule takes for a list of two
+    if re.search(r"[,;]", reference):  # "1,234", too, which the official rule takes for two
         said, right = (re.split(r"[,;]", value) for value in (prediction, reference))
         return len(said) == len(right) and all(
             (gaia_number(b) is not None and gaia_number(a) == gaia_number(b))
@@ -1089,12 +1076,8 @@ def game_value(text: str) -> tuple[Fraction, list[int]]:
     at, text = 0, text.strip()
     while at < len(text):
         match = _GAME_TOKEN.match(text, at)
-        # a foreign sign, two numbers side by side, or more than a game can have
-        if (
-            not match
-            or len(tokens) > 60
-            or (tokens and tokens[-1].isdigit() and match[1].isdigit())
-        ):
+        glued = match and tokens and tokens[-1].isdigit() and match[1].isdigit()
+        if not match or glued or len(tokens) > 60:  # a foreign sign, "2 3", or far too much
             raise Unreadable(text)
         tokens.append(match[1])
         at = match.end()
@@ -1130,13 +1113,12 @@ def game_value(text: str) -> tuple[Fraction, list[int]]:
     return value, used
 
 
-_VERDICT = (
-    re.compile(  # up to the end of a line, a sentence or a JSON value: "Verdict: A pity" is none
-        r"(?:\b|_)(?P<label>verdict|correct|judge?ment|grade)\b[\"'*`]*\s*[:=]\s*[\"'*`\[(]*"
-        r"(?P<word>not[ _-]?correct|incorrect|correct|wrong|right|yes|no|true|false|[ab])\b"
-        r"(?=[\"'*`)\]}]*(?:[.!][\"'*`)\]}]*(?:\s|\Z)|\s*(?:\n|\Z|,|\})))",
-        re.IGNORECASE,
-    )
+# A verdict goes up to the end of a line, a sentence or a JSON value: "Verdict: A pity" is none.
+_VERDICT = re.compile(
+    r"(?:\b|_)(?P<label>verdict|correct|judge?ment|grade)\b[\"'*`]*\s*[:=]\s*[\"'*`\[(]*"
+    r"(?P<word>not[ _-]?correct|incorrect|correct|wrong|right|yes|no|true|false|[ab])\b"
+    r"(?=[\"'*`)\]}]*(?:[.!][\"'*`)\]}]*(?:\s|\Z)|\s*(?:\n|\Z|,|\})))",
+    re.IGNORECASE,
 )
 _LONE_VERDICT = re.compile(
     r"[\s\"'*`(\[]*((?i:not[ _-]?correct|incorrect|correct|wrong|yes|no|true|false)|[AB])"
@@ -2085,6 +2067,8 @@ class Scoring:
         if math.isnan(rule):  # a reward function of one's own; it has said why
             return {**item, "answer": answer, "score": 0.0, "crashed": "the reward function failed"}
         scored = {**item, "answer": answer, "score": rule, "crashed": None}
+        if question.kind == "text":  # beside the exact match, as its own papers report it
+            scored["f1"] = text_scores(answer, question.references)[1]
         # An expression's value and an option's letter need no judge, and 24 tells it nothing.
         if self.judged and question.kind not in ("game24", "mc"):
             verdict = yield from judge(question, answer, self.remote)
@@ -2202,6 +2186,8 @@ def summarise(items: list[dict]) -> dict:
         "planner_tokens": mean("planner_tokens"),
         "seconds": mean("seconds"),
     }
+    if answers := [item["f1"] for item in items if "f1" in item]:
+        found["f1"] = statistics.mean(answers)
     if judged:
         read = [item for item in judged if item["judge"] is not None]
         same = sum((item["rule"] >= 0.5) == item["judge"] for item in read)
@@ -2295,19 +2281,20 @@ def paper_numbers(source: str) -> dict[str, float]:
 
 def markdown(rows: list[dict]) -> str:
     """The report as a Markdown table that is good to read in a terminal, too."""
-    head = ["set", "T_max", "answers", "accuracy", "95 %", "runs ±", "paper: untrained",
+    head = ["set", "T_max", "answers", "accuracy", "95 %", "F1", "runs ±", "paper: untrained",
             "paper: trained", "paper: GPT-4o", "turns", "tool errors", "tokens", "seconds",
             "crashed"]  # fmt: skip
 
     def cells(row: dict) -> list[str]:
         low, high = row["interval"]
         done = f"{row['done']}" if row["done"] == row["of"] else f"{row['done']} of {row['of']}"
+        f1 = f"{100 * row['f1']:.1f}" if "f1" in row else ""
         spread = "" if row["spread"] is None else f"{100 * row['spread']:.1f}"
         published = ("AgentFlow untrained", "AgentFlow + Flow-GRPO", "GPT-4o alone")
         paper = [row["paper"].get(name, "") for name in published]
         return [
             row["set"], row["max_turns"], done, f"{100 * row['accuracy']:.1f}",
-            f"{100 * low:.1f}-{100 * high:.1f}", spread, *paper, f"{row['turns']:.2f}",
+            f"{100 * low:.1f}-{100 * high:.1f}", f1, spread, *paper, f"{row['turns']:.2f}",
             f"{100 * row['tool_errors']:.1f} %", f"{row['tokens']:.0f}", f"{row['seconds']:.2f}",
             row["crashed"],
         ]  # fmt: skip

@@ -14,6 +14,7 @@ Left out on purpose: a format or length reward, an entropy bonus, a value model,
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import itertools
@@ -501,7 +502,7 @@ class Run:
             if before.get(name) != self.description[name]:
                 raise ValueError(
                     f"--resume: {self.folder} was started with {name} = {before.get(name)!r}, now "
-                    f"it is {self.description[name]!r}. Give the same flags, or another folder."
+                    f"it is {self.description[name]!r}. Leave the flag out, or start anew."
                 )
 
     def checkpoints(self) -> list[Path]:
@@ -836,20 +837,36 @@ LEAST = {
 }  # fmt: skip
 
 
-def resolved(config: Config) -> Config:
-    """The configuration with what its defaults stand for, as run_config.json holds it.
+def flags_of_start(arguments: list[str] | None) -> dict:
+    """With --resume, what the run was started with: the defaults of the command that goes on.
 
-    --resume takes the number of questions from there: with more steps to go it would be another,
-    and so would the questions be.
+    Not `offline`, which stands for more than its flag there. What cannot be read is left to
+    `Run.check_same` to complain about.
     """
-    count, path = config.data_questions, Path(config.output_dir) / "run_config.json"
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--resume", action="store_true")
+    first.add_argument("--output_dir", default="")
+    early = first.parse_known_args(arguments)[0]
+    path = Path(early.output_dir) / "run_config.json"
+    if not (early.resume and early.output_dir and path.is_file()):
+        return {}
+    try:
+        started = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+    return {
+        field.name: started[field.name]
+        for field in dataclasses.fields(Config)
+        if field.name not in ("resume", "output_dir", "offline")
+        and type(started.get(field.name)) is type(field.default)
+    }
+
+
+def resolved(config: Config) -> Config:
+    """The configuration with what its defaults stand for, as run_config.json holds it."""
+    count = config.data_questions
     if {*config.data.split(",")} <= {*evaluation.TRAINING} and not count:
         count = max(1, config.max_steps) * config.num_questions
-        if config.resume and path.is_file():
-            try:
-                count = int(json.loads(path.read_text(encoding="utf-8"))["data_questions"])
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"--resume: {path} is damaged ({error}).") from error
     offline = agentflow.is_offline(config.offline, config.model, config.data)
     return dataclasses.replace(config, offline=offline, data_questions=count)
 
@@ -914,9 +931,9 @@ def check_prompt_room(config: Config, backbone, tools, questions) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    asked = agentflow.parse_flags(Config, arguments, __doc__)
+    asked = agentflow.parse_flags(Config, arguments, __doc__, flags_of_start(arguments))
+    config = resolved(asked)
     try:
-        config = resolved(asked)
         # A built-in model keeps its tools offline; that does not keep its user from loading data.
         questions, held_out, tools, backbone = prepare(config, offline=bool(asked.offline))
         run = Run(config, questions, held_out)
@@ -935,8 +952,8 @@ def main(arguments: list[str] | None = None) -> int:
         train(config, run, questions, held_out, tools, backbone)
     except KeyboardInterrupt:
         print(
-            f"\nstopped; finished steps are saved. To go on: the same command with --resume "
-            f"--output_dir {run.folder}",
+            "\nstopped; finished steps are saved. To go on: "
+            f"python train.py --resume --output_dir {run.folder}",
             file=sys.stderr,
         )
         return 130

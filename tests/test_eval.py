@@ -151,6 +151,21 @@ def test_items_gained_and_lost_between_two_results(data, tmp_path, monkeypatch, 
     assert "nowhere holds no evaluation" in capsys.readouterr().err
 
 
+def test_text_sets_report_f1_beside_exact_match(tmp_path, monkeypatch):
+    """ "Mark Twain the writer" and "Mark Twain": no exact match, F1 = 2 · 2 / (3 + 2) = 0.8."""
+    monkeypatch.chdir(tmp_path)
+    row = {"question": "what is one?", "answer": "Mark Twain", "kind": "text"}
+    (tmp_path / "one.jsonl").write_text(json.dumps(row))
+    twain = ScriptedBackbone(
+        lambda ask: "Mark Twain the writer" if ask.module == "generator" else "Conclusion: STOP"
+    )
+    monkeypatch.setattr(evaluation, "load_model", lambda config: twain)
+    assert run("--data", "one.jsonl", "--output_dir", "out") == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["accuracy"], report["f1"]) == (0.0, pytest.approx(0.8))
+    assert "|   F1 |" in (tmp_path / "out" / "report.md").read_text()
+
+
 def test_wilson_covers_a_true_share_nineteen_times_in_twenty():
     rng = random.Random(0)
     covered = 0

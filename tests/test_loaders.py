@@ -815,7 +815,7 @@ def test_a_run_with_its_own_reward_counts_failures_and_remembers_the_function(tm
     rewards = [json.loads(line)["reward"] for line in (folder / "rollouts/1.jsonl").open()]
     assert sorted(rewards, key=str) == [0.25] * 4 + [None] * 4
     assert json.loads((folder / "run_config.json").read_text())["reward"] == spec
-    assert train.main([*common, "--max_steps", "2", "--resume"]) == 2
+    assert train.main([*common, "--max_steps", "2", "--resume", "--reward", ""]) == 2
     assert f"started with reward = {spec!r}" in capsys.readouterr().err
 
 

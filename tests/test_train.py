@@ -155,8 +155,7 @@ def test_eval_says_nothing_of_other_questions_after_a_run_on_the_first_few(
     assert evaluation.main(["--adapter", str(folder)]) == 0
     said = capsys.readouterr()
     assert "other questions" not in said.err and "2 questions" in said.out
-    assert train.main(["--resume", "--output_dir", str(folder), "--eval_data", few_questions,
-                       *map(str, SMALL)]) == 2
+    assert run("--resume", "--output_dir", folder, "--eval_questions", 3) == 2
     assert "eval_questions = 2" in capsys.readouterr().err, "the flag is named, and no hash"
 
 
@@ -204,6 +203,16 @@ def test_resume_equals_never_stopped_bit_for_bit(finished_run, few_questions, tm
         for f in (finished_run, folder)
     )
     assert whole == stopped
+
+
+def test_a_resumed_run_takes_its_flags_from_its_start(tmp_path, few_questions):
+    folder = tmp_path / "run"
+    assert run("--max_steps", 1, "--learning_rate", 0.01, "--eval_data", few_questions, *SMALL,
+               "--output_dir", folder) == 0
+    assert run("--resume", "--output_dir", folder, "--max_steps", 2) == 0
+    config = json.loads((folder / "run_config.json").read_text())
+    assert (config["learning_rate"], config["num_generations"], config["max_steps"]) == (0.01, 4, 2)
+    assert [line["step"] for line in read(folder / "metrics.jsonl")] == [1, 2]
 
 
 def test_ctrl_c_saves_what_there_is_and_exits_130_and_resume_goes_on(tmp_path, few_questions):
