@@ -748,6 +748,22 @@ def measure(backbone, held_out, tools, config: Config, title: str) -> dict:
     )
 
 
+def is_measured(step: int, config: Config) -> bool:
+    """Is held-out accuracy measured behind this step? Behind the last one it is anyway."""
+    return bool(config.eval_steps) and step % config.eval_steps == 0 and step < config.max_steps
+
+
+def measure_late(run: Run, done: int, held_out, tools, backbone) -> None:
+    """A stop during a step's measurement left its line without the accuracy: measured now, by the
+    same weights, so that the numbers are those of a run that was never stopped."""
+    rows = run.metrics()
+    if rows and rows[-1]["step"] == done and is_measured(done, run.config):
+        if "eval/accuracy" not in rows[-1]:
+            late = measure(backbone, held_out, tools, run.config, f"held out, step {done}")
+            rows[-1]["eval/accuracy"] = late["accuracy"]
+            write_jsonl(run.folder / "metrics.jsonl", rows)
+
+
 def take_steps(run: Run, done: int, questions, held_out, tools, backbone, optimizer) -> int:
     """Steps done + 1 to the last one: each logged, some measured and saved. Returns the last one.
 
@@ -763,7 +779,7 @@ def take_steps(run: Run, done: int, questions, held_out, tools, backbone, optimi
             done = step
             try:
                 interrupt.release()
-                if config.eval_steps and step % config.eval_steps == 0 and step < config.max_steps:
+                if is_measured(step, config):
                     middle = measure(backbone, held_out, tools, config, f"held out, step {step}")
                     metrics["eval/accuracy"] = middle["accuracy"]
             finally:  # a step that was taken is logged, whatever happens after it
@@ -801,6 +817,7 @@ def train(config: Config, run: Run, questions, held_out, tools, backbone) -> dic
     if config.resume:
         left = max(0, config.max_steps - done)
         print(f"resumed after step {done}; {left} steps to go", flush=True)
+        measure_late(run, done, held_out, tools, backbone)
     before = run.read_evaluation("eval_before")
     if before is None or done == 0:
         before = measure(backbone, held_out, tools, config, "held out, before")

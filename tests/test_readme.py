@@ -58,6 +58,7 @@ def run_shortened(command, folder, shorter):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_command_of_the_readme_runs(small_run):
     folder, shorter = small_run
     ran = 0
@@ -71,6 +72,7 @@ def test_every_command_of_the_readme_runs(small_run):
     assert ran >= 6, "the README shows how to train, measure, ask, resume"
 
 
+@pytest.mark.slow
 def test_the_commands_that_measure_run_one_after_the_other(server, small_run, tmp_path):
     """Four questions of each set; and a server of ours."""
     few = tmp_path / "my.jsonl"

@@ -205,6 +205,30 @@ def test_resume_equals_never_stopped_bit_for_bit(finished_run, few_questions, tm
     assert whole == stopped
 
 
+def test_a_stop_while_a_step_is_measured_loses_no_number(tmp_path, few_questions, monkeypatch):
+    flags = ["--max_steps", 2, "--deterministic", "--eval_steps", 1, "--eval_data", few_questions,
+             *SMALL]  # fmt: skip
+    assert run(*flags, "--output_dir", tmp_path / "whole") == 0
+    calls, right = [], train.measure
+
+    def stops_at_the_second(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return right(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "measure", stops_at_the_second)
+        assert run(*flags, "--output_dir", tmp_path / "stopped") == 130
+    assert run("--resume", "--output_dir", tmp_path / "stopped") == 0
+    names = ("step", "reward", "loss", "eval/accuracy")
+    whole, stopped = (
+        [[row.get(name) for name in names] for row in read(tmp_path / folder / "metrics.jsonl")]
+        for folder in ("whole", "stopped")
+    )
+    assert stopped == whole and whole[0][-1] is not None
+
+
 def test_a_resumed_run_takes_its_flags_from_its_start(tmp_path, few_questions):
     folder = tmp_path / "run"
     assert run("--max_steps", 1, "--learning_rate", 0.01, "--eval_data", few_questions, *SMALL,
