@@ -2671,6 +2671,8 @@ def run(config: EvalConfig, of_run: dict) -> int:
                 )
     except (KeyboardInterrupt, ConnectionError, FloatingPointError) as error:
         stopped = error
+    finally:
+        results.lock.close()  # not only with the process: notebooks and tests go on in theirs
     results.report(config.json)
     if stopped is None:
         print(f"\nresults: {results.folder}")
@@ -2707,6 +2709,7 @@ def rescore(config: EvalConfig) -> int:
         )
     results.settings |= {name: getattr(config, name) for name in SCORING_FLAGS}
     results.rewrite()
+    results.lock.close()
     results.report(config.json)
     print(f"\nscored again: {results.folder}")
     return 0
