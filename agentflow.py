@@ -474,7 +474,7 @@ class RemoteBackbone:
     def step(self) -> list[tuple[Request, Reply | Exception]]:
         """What has been answered by now; waits a moment where nothing has."""
         done, _ = wait(self._pending, timeout=0.05, return_when=FIRST_COMPLETED)
-        return [(self._pending.pop(job), job.exception() or job.result()) for job in done]
+        return [(self._pending.pop(job), outcome(job)) for job in done]
 
     def reply(self, request: Request) -> Reply:
         """Ask and wait. Raises ValueError where the server refuses this request (the prompt is too

@@ -271,7 +271,7 @@ _UNIT_NAMES = {
     "m": "meter metre", "cm": "centimeter centimetre", "mm": "millimeter millimetre",
     "km": "kilometer kilometre", "ft": "foot feet", "in": "inch inche inches", "mi": "mile",
     "kg": "kilogram", "g": "gram", "s": "second sec", "h": "hour hr", "min": "minute",
-    "$": "dollar usd", "%": "percent", "°": "degree deg",
+    "dollar": "usd", "%": "percent", "°": "degree deg",
 }  # fmt: skip
 UNITS = {name: short for short, names in _UNIT_NAMES.items() for name in [short, *names.split()]}
 # Words behind a number that change what it says.
@@ -288,7 +288,7 @@ _UNIT = re.compile(
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """("12", "cm") of "12 cm"; no unit where the end is none. "$5" has one, too."""
+    """("12", "cm") of "12 cm"; no unit where the end is none."""
     if match := _UNIT.fullmatch(text):
         unit = match["unit"].strip().lower().replace("\\circ", "°").replace(" per ", "/")
         unit = re.sub(r"\A(?:square|sq)\.? (\w+)", r"\1 2", unit)
@@ -320,7 +320,11 @@ _GREEK = set("alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lam
              .split())  # fmt: skip
 _NUMERAL = re.compile(r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,4}(?![\d.]))?")
 _THOUSANDS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?![\d,])")
+_REPEATING = re.compile(r"\\overline\s?\{(\d{1,30})\}")  # 0.\overline{3}
+_BASE = re.compile(r"_\s?\{?(\d{1,2})\}?")  # 101_2
+_INDEX = re.compile(r"_\s?(?:\{(\w{1,9})\}|(\w))")  # x_1
 _NAME = re.compile(r"\\[A-Za-z]+|[A-Za-z]+")
+_FUNCTION = re.compile(r"\\?(?:sin|cos|tan|log|ln)")
 _DATE = re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?/\d\d?/\d{2,4}")
 _RELATION = re.compile(r"\\le(?![A-Za-z])|\\ge(?![A-Za-z])|<=|>=|<|>")
 _MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
@@ -332,9 +336,7 @@ class Reader:
     ("+", ("number", Fraction(1)), ("symbol", "x"))."""
 
     def __init__(self, text: str) -> None:
-        if len(text) > MAX_CHARACTERS:
-            raise Unreadable("too long")
-        self.text, self.at, self.depth, self.outer = text, 0, 0, 0
+        self.text, self.at, self.depth = text, 0, 0
 
     def peek(self, *expected: str) -> str:
         """The first of `expected` that comes next (white space aside), or ""."""
@@ -351,9 +353,9 @@ class Reader:
         if not self.take(word):
             raise Unreadable(f"{word!r} is missing")
 
-    def whole(self, rule: Callable[[], tuple]) -> tuple:
-        """What `rule` reads, which has to be everything."""
-        tree = rule()
+    def whole(self) -> tuple:
+        """The tree of the text, all of which has to be a formula. Raises Unreadable."""
+        tree = self.sum()
         self.peek()
         if self.at < len(self.text):
             raise Unreadable(f"{self.text[self.at :]!r} is left over")
@@ -443,18 +445,17 @@ class Reader:
 
     def number(self, match: re.Match) -> tuple:
         """A numeral: decimal, with an exponent, with thousands separators, repeating, in a base."""
-        grouped = None if self.outer else _THOUSANDS.match(self.text, self.at)
-        text = (grouped or match)[0]
+        text = (_THOUSANDS.match(self.text, self.at) or match)[0]
         self.at += len(text)
         if len(text) > 300:
             raise Unreadable("a number of too many digits")
         value = Fraction(text.replace(",", ""))
-        repeating = re.compile(r"\\overline\s?\{(\d{1,30})\}").match(self.text, self.at)
+        repeating = _REPEATING.match(self.text, self.at)
         if repeating and "." in text:
             self.at = repeating.end()
             digits = len(text.partition(".")[2])
             value += Fraction(int(repeating[1]), 10**digits * (10 ** len(repeating[1]) - 1))
-        if base := re.compile(r"_\s?\{?(\d{1,2})\}?").match(self.text, self.at):
+        if base := _BASE.match(self.text, self.at):
             self.at = base.end()
             return ("symbol", f"{text} in base {base[1]}")  # equal to itself alone
         return ("number", value)
@@ -484,7 +485,7 @@ class Reader:
         return self.symbol(name) if len(name) == 1 else ("*", tree, self.symbol(name[-1]))
 
     def symbol(self, name: str) -> tuple:
-        if index := re.compile(r"_\s?(?:\{(\w{1,9})\}|(\w))").match(self.text, self.at):
+        if index := _INDEX.match(self.text, self.at):
             self.at = index.end()
             name += f"_{index[1] or index[2]}"
         return ("symbol", name)
@@ -505,14 +506,14 @@ class Reader:
             tree = self.atom()
         else:  # sin 2x: up to the next sign
             tree = self.power()
-            while self.starts_factor() and not re.match(r"\\?(?:sin|cos|tan|log|ln)",
-                                                        self.text[self.at:]):  # fmt: skip
+            while self.starts_factor() and not _FUNCTION.match(self.text, self.at):
                 tree = ("*", tree, self.power())
-        if degree is not None:
-            tree = ("root", tree, degree) if name == "sqrt" else (
-                "/", ("log", tree), ("log", degree))  # fmt: skip
-        else:
+        if degree is None:
             tree = (name, tree)
+        elif name == "sqrt":
+            tree = ("root", tree, degree)
+        else:  # of base `degree`
+            tree = ("/", ("log", tree), ("log", degree))
         return tree if power is None else ("^", tree, power)
 
 
@@ -716,7 +717,7 @@ def read_answer(text: str) -> Answer:
         return Answer("set", items_of(parts))
     if _DATE.fullmatch(text):
         raise Unreadable("a date")
-    if not _THOUSANDS.fullmatch(text.strip("$ ")):
+    if not _THOUSANDS.fullmatch(text):
         text = re.sub(r"\s(?:or|and)\s", ",", text)
         items = split_outside(text, ",;")
         if len(items) > 1:
@@ -760,9 +761,7 @@ def closed_at(text: str) -> int:
 def value(text: str) -> Answer:
     """One number or expression, with its unit."""
     text, unit = split_unit(text)
-    reader = Reader(text.replace("$", ""))
-    tree = reader.whole(reader.sum)
-    return Answer("value", (tree,), unit or ("$" if "$" in text else ""))
+    return Answer("value", (Reader(text).whole(),), unit)
 
 
 def equation(sides: list[str]) -> Answer:
@@ -897,7 +896,7 @@ _PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?"
 
 def is_number(text: str) -> bool:
     """Is a reference a mere number: an integer, decimal or fraction, also of $ or %?"""
-    bare = plain_notation(text[:300]).strip("$ ").removesuffix("%").strip()
+    bare = plain_notation(text[:300]).removesuffix("%").strip()
     return bool(
         re.search(r"\d", bare) and re.fullmatch(rf"[+-]?\s?{_PLAIN}(?:\s?/\s?{_PLAIN})?", bare)
     )
@@ -928,7 +927,7 @@ _SO = re.compile(
     r"\b(?i:therefore|so|hence|thus)\b[,:]?\s{0,3}\(?(?P<letter>[A-Z])\)?[.* ]{0,9}$", re.MULTILINE
 )
 _OR_ANOTHER = re.compile(  # "A or B": no answer
-    r"[)*]*\s*\(?(?:[,/&|;]|or|and)\s*(?:also\s|maybe\s|option\s)?\s*\(?[A-Z]\)?"
+    r"[)*]*\s*\(?(?:[,/&|;]|or|and)\s*(?:also\s|maybe\s|option\s)?\s*\(?(?P<letter>[A-Z])\)?"
     r"\s*(?:[.,;!)]|or\b|and\b|\Z)"
 )
 _DENIED = re.compile(  # "option B is wrong"
@@ -977,7 +976,25 @@ def chosen_letter(text: str | None, choices: list[str]) -> str | None:
 
     if letter := exactly(bare):
         return letter
-    lines = {m[1].upper() for m in re.finditer(r"^[ (*]*([A-Za-z])[ ).*]*$", text, re.MULTILINE)}
+    if stated := stated_letters(text, letters):
+        return stated[0] if len(stated) == 1 else None
+    marked = re.fullmatch(r"\(?([A-Z])[.):]\s*(.*)", bare, re.DOTALL)  # "B. Nitrogen", "B) since …"
+    if marked and marked[1] in letters:
+        return marked[1] if exactly(marked[2]) in (None, marked[1]) else None
+    alone = {m[1].upper() for m in re.finditer(r"^[ (*]*([A-Za-z])[ ).*]*$", text, re.MULTILINE)}
+    if alone & {*letters}:  # a line of its own
+        return alone.pop() if len(alone) == 1 else None
+    said = f" {normalize_text(bare, True)} "
+    named = [i for i, option in enumerate(plain) if option and f" {option} " in said]
+    # "vitamin" occurs in "vitamin A", too
+    inside = {i for i in named for j in named if i != j and f" {plain[i]} " in f" {plain[j]} "}
+    left = [i for i in named if i not in inside]
+    return letters[left[0]] if len(left) == 1 and not _NEGATION.search(text) else None
+
+
+def stated_letters(text: str, letters: str) -> list[str]:
+    """The letter of the last statement "the answer is B", "B is correct", "I choose B", "so B"
+    that is not denied; two letters where it hedges ("A or B"), none where there is no statement."""
     stated = [
         found
         for pattern in (_SAID_LETTER, _LETTER_IS_RIGHT, _CHOSEN, _SO)
@@ -986,20 +1003,11 @@ def chosen_letter(text: str | None, choices: list[str]) -> str | None:
         and "not" != (found.groupdict().get("no") or "").strip()
         and not _DENIED.match(text, found.end("letter"))
     ]
-    if stated:
-        last = max(stated, key=lambda found: found.start("letter"))
-        return None if _OR_ANOTHER.match(text, last.end("letter")) else last["letter"]
-    marked = re.fullmatch(r"\(?([A-Z])[.):]\s*(.*)", bare, re.DOTALL)  # "B. Nitrogen", "B) since …"
-    if marked and marked[1] in letters:
-        return marked[1] if exactly(marked[2]) in (None, marked[1]) else None
-    if lines & {*letters}:
-        return lines.pop() if len(lines) == 1 else None
-    said = f" {normalize_text(bare, True)} "
-    named = [i for i, option in enumerate(plain) if option and f" {option} " in said]
-    # "vitamin" occurs in "vitamin A", too
-    inside = {i for i in named for j in named if i != j and f" {plain[i]} " in f" {plain[j]} "}
-    left = [i for i in named if i not in inside]
-    return letters[left[0]] if len(left) == 1 and not _NEGATION.search(text) else None
+    if not stated:
+        return []
+    last = max(stated, key=lambda found: found.start("letter"))
+    other = _OR_ANOTHER.match(text, last.end("letter"))
+    return [last["letter"], *([other["letter"]] if other else [])]
 
 
 def choice_equal(prediction: str | None, reference: str, choices: list[str]) -> bool:
@@ -2289,13 +2297,14 @@ def markdown(rows: list[dict]) -> str:
         low, high = row["interval"]
         done = f"{row['done']}" if row["done"] == row["of"] else f"{row['done']} of {row['of']}"
         f1 = f"{100 * row['f1']:.1f}" if "f1" in row else ""
+        tokens = f"{row['tokens']:.0f}" if row["tokens"] else ""  # a server does not tell them
         spread = "" if row["spread"] is None else f"{100 * row['spread']:.1f}"
         published = ("AgentFlow untrained", "AgentFlow + Flow-GRPO", "GPT-4o alone")
         paper = [row["paper"].get(name, "") for name in published]
         return [
             row["set"], row["max_turns"], done, f"{100 * row['accuracy']:.1f}",
             f"{100 * low:.1f}-{100 * high:.1f}", f1, spread, *paper, f"{row['turns']:.2f}",
-            f"{100 * row['tool_errors']:.1f} %", f"{row['tokens']:.0f}", f"{row['seconds']:.2f}",
+            f"{100 * row['tool_errors']:.1f} %", tokens, f"{row['seconds']:.2f}",
             row["crashed"],
         ]  # fmt: skip
 
@@ -2674,16 +2683,22 @@ def run(config: EvalConfig, of_run: dict) -> int:
     finally:
         results.lock.close()  # not only with the process: notebooks and tests go on in theirs
     results.report(config.json)
+    return say_how_it_ended(results, of, stopped)
+
+
+def say_how_it_ended(results: Results, of: int, stopped: BaseException | None) -> int:
+    """The last line of a run, and its exit code: part of the questions is no measurement."""
     if stopped is None:
         print(f"\nresults: {results.folder}")
         return 0
-    why = "" if isinstance(stopped, KeyboardInterrupt) else f" ({stopped})"
+    by_hand = isinstance(stopped, KeyboardInterrupt)
     print(
-        f"\nstopped{why}: {len(results.items)} of {of} questions are done, and the numbers above "
-        f"are theirs. To go on: python eval.py --resume --output_dir {results.folder}",
+        f"\nstopped{'' if by_hand else f' ({stopped})'}: {len(results.items)} of {of} questions "
+        "are done, and the numbers above are theirs. To go on: "
+        f"python eval.py --resume --output_dir {results.folder}",
         file=sys.stderr,
     )
-    return 130 if isinstance(stopped, KeyboardInterrupt) else 1
+    return 130 if by_hand else 1
 
 
 def rescore(config: EvalConfig) -> int:
