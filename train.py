@@ -46,12 +46,17 @@ class Config(agentflow.ToolFlags):
     the paper's symbol stands in the comment."""
 
     # What is learnt, by which model
+    preset: str = "laptop"  # laptop | smollm2 | single_gpu_24gb | single_gpu_80gb | paper
     data: str = "builtin"  # questions: "builtin", a JSON/JSONL file, or sets by name: "nq,deepmath"
     data_questions: int = 0  # so many of sets by name; 0: as many as the steps ask
     eval_data: str = ""  # held-out questions, as eval.py's --data; default: a tenth of --data
     reward: str = ""  # FILE.py:FUNCTION(response, question) -> 0..1, instead of the answer's rule
     model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
     device: str = "auto"  # auto | cpu | cuda | mps
+    frozen_url: str = ""  # an OpenAI-compatible server (".../v1") for the frozen modules
+    frozen_model: str = ""  # its name there; default: the only one that is served
+    judge: str = ""  # an OpenAI-compatible server that judges answers, instead of the rule
+    judge_model: str = ""  # its name there; default: the only one that is served
     # Roll-outs
     num_questions: int = 8  # Q: questions a step
     num_generations: int = 8  # G: roll-outs a question
@@ -60,6 +65,7 @@ class Config(agentflow.ToolFlags):
     max_completion_length: int = 96  # tokens of one planner reply, |a| at most
     max_frozen_length: int = 96  # tokens of one reply of a frozen module
     max_prompt_length: int = 1500  # tokens; a longer prompt loses the middle of old results
+    slots: int = 64  # S: replies generated at a time; a matter of memory and speed
     # Flow-GRPO
     max_steps: int = 60  # gradient steps on fresh roll-outs
     learning_rate: float = 1e-3  # AdamW (0.9, 0.999), constant
@@ -67,19 +73,23 @@ class Config(agentflow.ToolFlags):
     epsilon: float = 0.2  # clip range below 1
     epsilon_high: float = 0.3  # clip range above 1
     num_iterations: int = 1  # updates on the same roll-outs
-    lora_r: int = 16  # rank of the planner's adapter
+    lora_r: int = 16  # rank of the planner's adapter; 0: all weights are trained
     lora_alpha: int = 32  # the adapter's output is scaled by alpha / r
     micro_batch_tokens: int = 2048  # packed tokens of one forward; changes memory, not gradients
+    gradient_checkpointing: bool = False  # compute activations twice, keep a layer's input only
     # Running
     seed: int = 0  # of questions, sampling and the adapter's start
     output_dir: str = ""  # default: runs/<date-time>
-    save_steps: int = 20  # a checkpoint every so many steps
+    save_steps: int = 1  # a checkpoint every so many steps
+    keep: int = 2  # checkpoints kept, the last ones; 0: all
     eval_questions: int = 0  # measure on so many held-out questions, evenly spread; 0: on all
     eval_steps: int = 0  # held-out accuracy every so many steps; 0: only before and after
     eval_temperature: float = 0.7  # of the planner when it is measured (the paper's test setting)
     log_rollouts: int = 0  # roll-outs written a step; 0: all of them
+    report_to: str = "none"  # none | tensorboard | trackio | wandb: curves there too
     deterministic: bool = False  # replies enter in request order: two runs agree bit for bit
     resume: bool = False  # go on from the last checkpoint in --output_dir
+    dry_run: bool = False  # say what would run, with how much memory and time, and load nothing
 
 
 MAX_GRAD_NORM = 1.0
