@@ -26,6 +26,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import tempfile
 import threading
@@ -45,6 +46,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -70,6 +72,7 @@ from tools import (
     LIBRARY,
     Ask,
     Job,
+    ServerDown,
     Tool,
     ToolResult,
     cache_folder,
@@ -81,6 +84,7 @@ from tools import (
 
 ATTENTION = "agentflow"  # the name under which Hugging Face's layers find our attention function
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # PEFT's names
+FULL_WEIGHTS = "model"  # a fully trained planner's folder in a checkpoint
 BUILTIN = Path(__file__).parent / "data" / "backbone"
 WORKERS = 64             # blocking jobs at a time
 PREFILL_TOKENS = 2_048   # padded tokens of one prefill pass: full speed, rows of similar length
@@ -88,6 +92,7 @@ PASS_TOKENS = 64         # what a pass costs besides its tokens, in tokens
 HEADS = 64               # static prompt heads whose keys and values are kept
 KEPT_TOKENS = 1_024      # a slot: prompts kept for the next turn of their roll-outs
 WIDTH_STEP = 128         # slots grow by multiples of this many tokens
+FULL_FP32 = 2e9          # parameters up to which a fully trained planner is fp32
 DRAW_BLOCK = 256         # sampling: tokens whose probabilities are first summed
 
 # Letters in shapes are flow_grpo.py's (L tokens, M scored tokens, P packed tokens, D width, V
@@ -151,11 +156,12 @@ class Rollout:
     steps: list[Step]  # the same as data, with the seconds that no prompt shows
     generator: Reply  # o ~ G(. | q, M^T)
     shortened: int  # prompts that had to lose some of their results, see fit_prompt
+    failed: str = ""  # what server was down; then it has no turns, and there is nothing to score
 
     @property
     def stopped(self) -> bool:
         """Did the verifier end it, or T_max?"""
-        return self.turns[-1].stop
+        return bool(self.turns) and self.turns[-1].stop
 
 
 @dataclass(frozen=True)
@@ -225,6 +231,25 @@ def flow(question: str, analysis: Reply, tools: list[Tool], limits: Limits):
     generator = yield fit(lambda text: generator_ask(question, text))
     text = memory.render()
     return Rollout(question, analysis, turns, text, memory.steps, generator, shortened)
+
+
+def analysis_or_error(question: str, tools: list[Tool]):
+    """`analyse`, or the ServerDown that it would have raised: a group less, the others go on."""
+    try:
+        return (yield from analyse(question, tools))
+    except ServerDown as error:
+        return error
+
+
+def flow_or_failure(question: str, analysis: Reply | ServerDown, tools: list[Tool], limits: Limits):
+    """`flow`, or a roll-out without turns where a server of frozen modules is down."""
+    try:
+        if isinstance(analysis, ServerDown):
+            raise analysis
+        return (yield from flow(question, analysis, tools, limits))
+    except ServerDown as error:
+        nothing = Reply("", [], [], [], finished=False, ask=Ask("generator", "", ""))
+        return Rollout(question, nothing, [], "", [], nothing, 0, failed=str(error))
 
 
 def fit_prompt(make_ask: Callable[[str], Ask], memory: Memory, limits: Limits) -> tuple[Ask, bool]:
@@ -368,26 +393,29 @@ def roll_out(
     seed: int,
     step: int,
     ids: list[int] | None = None,
+    again: list[int] | None = None,
     deterministic: bool = False,
     on_done: Callable[[int, Any], None] = lambda index, result: None,
 ) -> list[Rollout]:
     """Q questions x G roll-outs, group by group: [q0 r0, q0 r1, ..., q1 r0, ...].
 
     ids: a number for each question, part of its rows' random numbers; their place by default. A
-    question that is asked twice gets new roll-outs the second time: its numbers go on at G.
+    question that is asked twice gets new roll-outs the second time: its numbers go on at G. again:
+    how often each was asked before, where others roll out a part of the step; by default counted.
+    Where a server of frozen modules is down, what it failed is a roll-out without turns, `failed`.
     """
     backbone.clear()
     ids = list(range(len(questions))) if ids is None else ids
-    again = [ids[:place].count(number) for place, number in enumerate(ids)]
+    again = again or [ids[:place].count(number) for place, number in enumerate(ids)]
     analyses = drive(
-        [analyse(question, tools) for question in questions],
+        [analysis_or_error(question, tools) for question in questions],
         [(seed, step, number) for number in ids],
         backbone,
         sampling,
         deterministic,
     )
     flows = [
-        flow(question, analysis, tools, limits)
+        flow_or_failure(question, analysis, tools, limits)
         for question, analysis in zip(questions, analyses, strict=True)
         for _ in range(group_size)
     ]
@@ -454,7 +482,7 @@ class RemoteBackbone:
 
     def __init__(self, url: str, model: str = "", timeout: float = 600.0) -> None:
         """url: up to and with "/v1". model: as served; "": the only one that is served. Raises
-        ValueError where it serves no such model, ConnectionError where nothing answers."""
+        ValueError where it serves no such model, ServerDown where nothing answers."""
         self.url, self.timeout = url.rstrip("/"), timeout
         self._places = threading.BoundedSemaphore(WORKERS)
         self._pending: dict[Future, Request] = {}
@@ -471,14 +499,14 @@ class RemoteBackbone:
     def submit(self, request: Request) -> None:
         self._pending[in_background(lambda: self.reply(request), self._places)] = request
 
-    def step(self) -> list[tuple[Request, Reply | Exception]]:
-        """What has been answered by now; waits a moment where nothing has."""
-        done, _ = wait(self._pending, timeout=0.05, return_when=FIRST_COMPLETED)
+    def step(self, patience: float = 0.05) -> list[tuple[Request, Reply | Exception]]:
+        """What has been answered by now; waits so many seconds where nothing has."""
+        done, _ = wait(self._pending, timeout=patience, return_when=FIRST_COMPLETED)
         return [(self._pending.pop(job), outcome(job)) for job in done]
 
     def reply(self, request: Request) -> Reply:
         """Ask and wait. Raises ValueError where the server refuses this request (the prompt is too
-        long), ConnectionError where it cannot be reached or goes on failing."""
+        long), ServerDown where it cannot be reached or goes on failing."""
         ask = request.ask
         body = {
             "model": self.model,
@@ -496,7 +524,7 @@ class RemoteBackbone:
             text = choice["message"]["content"] or ""  # null: a refusal, or a call of its own tools
             finished = choice["finish_reason"] != "length"
         except (KeyError, IndexError, TypeError) as error:
-            raise ConnectionError(f"{self.url} gave no chat completion: {error!r}") from error
+            raise ServerDown(f"{self.url} gave no chat completion: {error!r}") from error
         return Reply(text, [], [], [], finished, ask)
 
     def _call(self, path: str, body: dict | None = None) -> dict:
@@ -514,7 +542,7 @@ class RemoteBackbone:
                     return response.json()
                 problem = f"HTTP {response.status_code}: {clip_middle(response.text, 300)}"
                 if response.status_code in (401, 403):
-                    raise ConnectionError(f"{self.url} wants another OPENAI_API_KEY ({problem})")
+                    raise ServerDown(f"{self.url} wants another OPENAI_API_KEY ({problem})")
                 if response.status_code < 500 and response.status_code not in (408, 409, 429):
                     raise ValueError(f"{self.url}/{path} refused the request ({problem})")
                 told = seconds_to_wait(response.headers.get("Retry-After", ""))
@@ -522,11 +550,37 @@ class RemoteBackbone:
                 problem = f"{type(error).__name__}: {error}"
             if attempt < self.TRIES - 1:
                 time.sleep(min(60.0, 2.0**attempt if told is None else told))
-        raise ConnectionError(f"{self.url} failed {self.TRIES} times; the last: {problem}")
+        raise ServerDown(f"{self.url} failed {self.TRIES} times; the last: {problem}")
 
     def prompt_length(self, ask: Ask) -> int:
         """Tokens, roughly: three characters each, on the safe side for English."""
         return (len(ask.system) + len(ask.user)) // 3
+
+
+class ServedBackbone:
+    """The planner here, the frozen modules on a server: one interface over two backbones.
+
+    Weights, scoring and prompt lengths are the local backbone's, whose copy of the start weights is
+    still pi_ref.
+    """
+
+    def __init__(self, local: Backbone, remote: RemoteBackbone) -> None:
+        self.local, self.remote = local, remote
+
+    def __getattr__(self, name: str):
+        return getattr(self.local, name)
+
+    def clear(self) -> None:
+        self.local.clear()
+        self.remote.clear()
+
+    def submit(self, request: Request) -> None:
+        (self.local if request.ask.module == "planner" else self.remote).submit(request)
+
+    def step(self) -> list[tuple[Request, Reply | Exception]]:
+        """Some tokens of the planner's replies, and what the server has answered by now."""
+        planned = self.local.step() if self.local.busy else []
+        return planned + self.remote.step(0.0 if planned or self.local.busy else 0.05)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -566,6 +620,30 @@ class LoraLinear(nn.Module):
         # Added in place, by the product itself: a copy of y costs more than both products.
         y.flatten(0, 1).addmm_(low.flatten(0, 1), self.B.to(x.dtype).T)
         return y
+
+
+def checkpointed(forward: Callable, gate: Gate) -> Callable:
+    """A layer's forward that keeps its input only and computes everything in it again in backward:
+    a third more work for the memory of one layer's activations instead of all layers'.
+
+    Exact: no layer here draws random numbers. subtle: backward comes when the pass is over and the
+    gate is back at None, so what the gate was is part of the input.
+    """
+    def run(*args, **kwargs):
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        during = gate.value
+
+        def again(*args, **kwargs):
+            now, gate.value = gate.value, during
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                gate.value = now
+
+        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run
 
 
 # ------------------------------------------------------------------------------------------------
@@ -907,15 +985,17 @@ class Backbone:
     """A causal language model, its tokenizer, the planner's adapter, and batched generation.
 
     model: a Hugging Face causal LM whose layers call the attention interface (Qwen2, Llama, ...).
-    lora_r: the adapter's rank; 0: the planner is a full fp32 copy to be trained, beside the frozen
-    start weights; None: no planner, the model's parameters stay as they are (for pretraining).
+    lora_r: the adapter's rank; 0: the planner is a full copy to be trained, beside the frozen start
+    weights, in fp32 up to FULL_FP32 parameters; None: no planner, the model's parameters stay as
+    they are (for pretraining).
+    gradient_checkpointing: keep a layer's input only, see `checkpointed`.
     slots: S, rows generated at a time. stride: tokens a row between two looks at the results.
     max_context: refuse requests whose prompt and reply may be longer (default: the model's limit).
     Raises ValueError for a model with sliding-window layers, and for less than one slot.
     """
 
     def __init__(self, model, tokenizer, device="cpu", lora_r=16, lora_alpha=32, seed=0, slots=64,
-                 stride=None, max_context=None):
+                 stride=None, max_context=None, gradient_checkpointing=False):
         if lora_r is not None and lora_r < 0:
             raise ValueError(f"The rank of the adapter, --lora_r, cannot be {lora_r}.")
         if slots < 1:
@@ -933,9 +1013,13 @@ class Backbone:
         self.policy = self.frozen = model
         if lora_r == 0:
             self.frozen = copy.deepcopy(model).requires_grad_(False)
-            self.policy = model.float()
+            size = sum(p.numel() for p in model.parameters())
+            self.policy = model.float() if size <= FULL_FP32 else model
         elif lora_r is not None:
             self._add_lora(seed)
+        if gradient_checkpointing:
+            for layer in self.policy.get_decoder().layers:
+                layer.forward = checkpointed(layer.forward, self.gate)
         self.lanes = [Lane(self.frozen, slots)]  # with LoRA one lane serves planner and frozen rows
         if lora_r == 0:
             self.lanes.append(Lane(self.policy, slots))
@@ -999,18 +1083,28 @@ class Backbone:
         self._known.clear()
         self._last_prompts.clear()
 
+    def halve_slots(self) -> int:
+        """Half as many replies at a time from now on; all requests are forgotten. Returns S."""
+        self.clear()
+        for lane in self.lanes:
+            lane.slots = max(1, lane.slots // 2)
+        return self.lanes[0].slots
+
     def _version(self, gate: int) -> int:
         """Of the weights that keys and values come from: 0 the frozen ones, else the adapter's."""
         return self.adapter_version if gate else 0
 
     def adapter_norm(self) -> float:
-        """The size of what the adapter adds to the weights, ||scale * B A|| over all layers: 0 for
-        an untrained planner. Without making the (out, in) product: ||BA||^2 = tr(B^T B A A^T)."""
+        """The size of what training adds to the weights, ||scale * B A|| over all layers: 0 for an
+        untrained planner. Without making the (out, in) product: ||BA||^2 = tr(B^T B A A^T)."""
         with torch.no_grad():
             squares = [
                 lora.scale**2 * ((lora.B.T @ lora.B) * (lora.A @ lora.A.T)).sum()
                 for lora in self.lora.values()
             ]
+            if self.lora_r == 0:
+                pairs = zip(self.policy.parameters(), self.frozen.parameters(), strict=True)
+                squares = [(now.float() - start.float()).square().sum() for now, start in pairs]
         return torch.stack(squares).sum().clamp(min=0).sqrt().item() if squares else 0.0
 
     def adapter_state(self) -> dict[str, torch.Tensor]:
@@ -1070,6 +1164,38 @@ class Backbone:
             for part in "AB":
                 name = f"base_model.model.{path}.lora_{part}.weight"
                 getattr(lora, part).data.copy_(new[name])
+        self.adapter_changed()
+
+    def save_planner(self, folder: str | Path) -> None:
+        """The adapter; without LoRA, all of the planner's weights as a Hugging Face folder, model/
+        in `folder`. What is there already is kept until the new one is whole."""
+        if self.lora_r:
+            return self.save_adapter(folder)
+        beside, place = Path(folder) / "model.part", Path(folder) / FULL_WEIGHTS
+        shutil.rmtree(beside, ignore_errors=True)
+        self.policy.save_pretrained(beside)
+        self.tokenizer.save_pretrained(beside)
+        shutil.rmtree(place, ignore_errors=True)
+        os.replace(beside, place)
+
+    def load_planner(self, folder: str | Path) -> None:
+        """What `save_planner` wrote. Raises ValueError where it is missing, damaged, or of another
+        model."""
+        if self.lora_r:
+            return self.load_adapter(folder)
+        place = planner_folder(folder) / FULL_WEIGHTS
+        left = dict(self.policy.named_parameters())
+        try:
+            with torch.no_grad():
+                for file in sorted(place.glob("*.safetensors")):
+                    for name, tensor in load_file(file).items():
+                        if name in left:  # a tied head is in the file, or not
+                            left.pop(name).copy_(tensor)
+        except (RuntimeError, SafetensorError) as error:
+            raise ValueError(f"The weights in {place} are damaged, or another model's: {error}"
+                             ) from error
+        if left:
+            raise ValueError(f"{place} lacks weights of this model, {min(left)} among them.")
         self.adapter_changed()
 
     def _stop_ids(self) -> list[int]:
@@ -1182,6 +1308,11 @@ class Backbone:
             if twin is not row:
                 return
         self._lane(gate).waiting.append(row)
+
+    @property
+    def busy(self) -> bool:
+        """Is a reply under way, or waiting for its turn?"""
+        return bool(self._known) or any(lane.rows or lane.waiting for lane in self.lanes)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Request, Reply]]:
@@ -1465,7 +1596,8 @@ def find_device(name: str | torch.device) -> torch.device:
 
 
 def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_alpha=32, seed=0,
-                  slots=64, stride=None, max_context=None) -> Backbone:
+                  slots=64, stride=None, max_context=None,
+                  gradient_checkpointing=False) -> Backbone:
     """A backbone by name: "builtin", "smollm2", a local Hugging Face folder, or a hub name.
 
     device: "auto" takes CUDA, then Apple's MPS, then the CPU. dtype: fp32 on a CPU, else bf16.
@@ -1500,7 +1632,7 @@ def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_al
         raise ValueError(f"The model {model} has no chat template: choose its instruct version.")
     backbone = Backbone(language_model, tokenizer, device=device, lora_r=lora_r,
                         lora_alpha=lora_alpha, seed=seed, slots=slots, stride=stride,
-                        max_context=max_context)
+                        max_context=max_context, gradient_checkpointing=gradient_checkpointing)
     check_chat(backbone, model)
     return backbone
 
@@ -1589,9 +1721,20 @@ def fail(error: BaseException) -> int:
     return 2
 
 
+def planner_folder(folder: str | Path) -> Path:
+    """Where a trained planner lies: in the folder, or (all weights of a run are in its checkpoints
+    only) in its last checkpoint."""
+    found = [path for path in Path(folder).glob(f"checkpoint-*/{FULL_WEIGHTS}")
+             if path.parent.name[11:].isdigit()]
+    last = max(found, key=lambda path: int(path.parent.name[11:]), default=None)
+    return last.parent if last else Path(folder)
+
+
 def adapter_settings(folder: str) -> dict[str, int]:
-    """lora_r and lora_alpha of a saved adapter; empty where there is none to read them from."""
+    """lora_r and lora_alpha of a saved adapter (rank 0: all weights); empty where there is none."""
     path = Path(folder) / ADAPTER_FILES[0]
+    if folder and (planner_folder(folder) / FULL_WEIGHTS / "config.json").is_file():
+        return {"lora_r": 0}
     if not folder or not path.is_file():
         return {}
     try:
@@ -1629,6 +1772,14 @@ def check_ranges(config, least: dict[str, float] = LEAST) -> None:
             raise ValueError(f"--{name} must be a number from {value} on, not {given}.")
 
 
+OUT_OF_MEMORY = (
+    "The device's memory does not suffice ({}). Lower --max_prompt_length, "
+    "--max_completion_length, and in training --slots (roll-outs) or --micro_batch_tokens and "
+    "--num_questions (update); add --gradient_checkpointing; `python train.py --dry_run` says what "
+    "fits."
+)
+
+
 def run_command(main: Callable[[], int]) -> int:
     """A command line's exit code, whatever its surroundings are like."""
     for name in ("stdout", "stderr"):
@@ -1646,6 +1797,8 @@ def run_command(main: Callable[[], int]) -> int:
         return 130
     except BrokenPipeError:  # `... | head` has read enough
         code = 141
+    except torch.OutOfMemoryError as error:
+        return fail(MemoryError(OUT_OF_MEMORY.format(str(error).split("\n")[0])))
     except OSError as error:  # the disk is full
         code = fail(error)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest goes nowhere
@@ -1741,7 +1894,7 @@ def main(arguments: list[str] | None = None) -> int:
         tools = tools_from_flags(config, config.model)
         backbone = load_backbone(config.model, config.device, **adapter_settings(config.adapter))
         if config.adapter:
-            backbone.load_adapter(config.adapter)
+            backbone.load_planner(config.adapter)
         sampling = Sampling(config.temperature)
         room = backbone.limit - max(sampling.max_completion_length, sampling.max_frozen_length)
         limits = Limits(config.max_turns, room, backbone.prompt_length)

@@ -2084,6 +2084,14 @@ class Scoring:
         return scored
 
 
+    def reward(self, response: str, question: Question):
+        """The outcome R_i of a roll-out, as a coroutine; NaN where nobody could judge it: the
+        reward function failed, or the judge said neither."""
+        item = yield from self.apply({"response": response}, question)
+        unjudged = item["crashed"] or item.get("judge", True) is None
+        return math.nan if unjudged else item["score"]
+
+
 ITEM_NAMES = {"text": "question", "references": "reference"}  # a Question's fields, in files
 QUESTION_PARTS = [entry.name for entry in dataclasses.fields(Question) if entry.name != "own"]
 
@@ -2123,6 +2131,10 @@ def attempt(question: Question, tools: list, limits: agentflow.Limits, scoring: 
     return (yield from scoring.apply(item, question))
 
 
+# A server answers in an order of its own, and one slow answer must not hold up all others.
+SERVED = (agentflow.RemoteBackbone, agentflow.ServedBackbone)
+
+
 def evaluate(
     backbone,
     questions: list[Question],
@@ -2139,7 +2151,7 @@ def evaluate(
     """One roll-out a question; what `summarise` makes of the items.
 
     done: places in the list that are left out, because their answers are there already.
-    on_item: is called with each item as it is ready.
+    on_item: is called with each item as it is ready. title: of the bar; "": none.
     The frozen modules are greedy, the planner samples; a token's random number depends on the seed
     and the question's place in the list, and replies enter in order. So the same weights give the
     same numbers again, in a training run and in `python eval.py`.
@@ -2156,13 +2168,13 @@ def evaluate(
         bar.update()
 
     backbone.clear()
-    with tqdm(total=len(places), desc=title, leave=False, disable=None) as bar:
+    with tqdm(total=len(places), desc=title, leave=False, disable=None if title else True) as bar:
         items = agentflow.drive(
             [attempt(questions[place], tools, limits, scoring) for place in places],
             [(seed, -1, place, 0) for place in places],  # -1: no training step has this number
             backbone,
             sampling,
-            deterministic=not isinstance(backbone, agentflow.RemoteBackbone),
+            deterministic=not isinstance(backbone, SERVED),
             on_done=ready,
         )
     backbone.clear()
@@ -2584,7 +2596,7 @@ def turn_budgets(text: str) -> list[int]:
     return sorted(set(budgets))
 
 
-def scoring_of(config: EvalConfig) -> Scoring:
+def scoring_of(config) -> Scoring:
     """How a command line wants its answers scored."""
     if config.judge in ("", "frozen"):
         return Scoring(bool(config.judge))
@@ -2602,7 +2614,7 @@ def load_model(config: EvalConfig):
         config.model, config.device, lora_r=config.lora_r, lora_alpha=config.lora_alpha
     )
     if config.adapter:
-        backbone.load_adapter(config.adapter)
+        backbone.load_planner(config.adapter)
     return backbone
 
 

@@ -133,6 +133,14 @@ class ToolError(Exception):
         self.kind = kind
 
 
+class ServerDown(ConnectionError):
+    """A server that plays modules or judges cannot be reached, or goes on failing.
+
+    That is nobody's answer: where a tool's own Ask meets it, it is no tool error but goes on up,
+    and the roll-out has no reward.
+    """
+
+
 class Tool:
     """A tool card plus `run`. Write your own by setting the fields and `run` in a subclass.
 
@@ -287,6 +295,8 @@ def execute(tool: Tool, arguments: dict[str, Any], limit: int = RESULT_CHARS):
         result = ToolResult(str(result.output), result.error, code=result.code)
     except ToolError as error:
         result = ToolResult(text_of(error), error.kind)
+    except ServerDown:
+        raise
     except TimeoutError as error:
         result = ToolResult(f"{tool.name} was stopped: {text_of(error)}.", "timeout")
     # Broad on purpose, and the only place where it is: a tool is foreign code (yours, a service's),

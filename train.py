@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import hashlib
 import itertools
 import json
@@ -29,15 +30,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 import agentflow
 import eval as evaluation
 import flow_grpo
 from modules import planner_ask
-from tools import sandbox_line
+from tools import ServerDown, sandbox_line
 
 
 @dataclass
@@ -94,6 +98,68 @@ class Config(agentflow.ToolFlags):
 
 MAX_GRAD_NORM = 1.0
 WEIGHT_DECAY = 0.01
+
+
+# --- Several processes: torchrun ---------------------------------------------------------------
+
+
+@dataclass
+class Team:
+    """The processes that share a step, one a device: `torchrun --nproc_per_node 2 train.py`.
+
+    A step's questions are dealt out, groups whole. Everybody learns all roll-outs and rewards, so
+    that advantages and weights (Eq. 7 and 5) are those of one process; each computes the gradient
+    of its own rows, and their sum is the step's. Only rank 0 writes. Alone, nothing is sent.
+    """
+
+    rank: int = 0
+    size: int = 1
+    talk: Any = None  # the group for Python objects; tensors go over the default one
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value) -> list:
+        """The value of each process, in the order of ranks; everybody waits for all."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.talk)
+        return values
+
+    def add_gradients(self, parameters: list) -> None:
+        """Each gradient becomes the sum over the processes; one that had no row adds zeros."""
+        if self.size == 1:
+            return
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)  # a sum
+
+    def own(self, count: int) -> list[int]:
+        """Which of `count` things, dealt out in turn, are this process's."""
+        return list(range(self.rank, count, self.size))
+
+
+ALONE = Team()
+
+
+def join_team(device: str) -> tuple[Team, str]:
+    """The processes that torchrun started, and this one's device; without it, one and `device`."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return ALONE, device
+    on_cuda = device in ("auto", "cuda") and torch.cuda.is_available()
+    if on_cuda:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    patience = datetime.timedelta(hours=2)  # for whoever's roll-outs are done first
+    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=patience)
+    rank = dist.get_rank()
+    if rank:  # one voice in the terminal; errors are everybody's
+        sys.stdout = open(os.devnull, "w")
+    return Team(rank, size, dist.new_group(backend="gloo", timeout=patience)), device
 
 
 # --- The update: rows, micro-batches, Eq. 5 ----------------------------------------------------
@@ -187,17 +253,20 @@ def score_rows(backbone, rows: list[Row], temperature: float, gate: int):
     return empty.index_put((row, column), logp), empty.index_put((row, column), entropy)
 
 
-def accumulate_gradients(backbone, rows: list[Row], config: Config) -> dict[str, float]:
+def accumulate_gradients(
+    backbone, rows: list[Row], config: Config, all_tokens: int | None = None
+) -> dict[str, float]:
     """Backward through Eq. 5 over all rows, micro-batch by micro-batch; returns the statistics.
 
     The loss is a weighted sum with weights that were fixed for the whole step, so the gradients
-    of micro-batches simply add up.
+    of micro-batches (and of processes) simply add up. all_tokens: of the step's responses, where
+    other processes have the other rows; the statistics are then this process's shares.
     """
     totals = dict.fromkeys(
         ("loss", "kl", "entropy", "clip", "clip_low", "clip_high", "gap_mean"), 0.0
     )
     totals["gap_max"] = 0.0
-    all_tokens = sum(len(row.response_ids) for row in rows)
+    all_tokens = all_tokens or response_tokens(rows)
     for batch in micro_batches(rows, config.micro_batch_tokens):
         logp, entropy = score_rows(backbone, batch, config.temperature, gate=1)  # (N, L) each
         width, device = logp.shape[1], logp.device
@@ -234,6 +303,10 @@ def accumulate_gradients(backbone, rows: list[Row], config: Config) -> dict[str,
     return totals
 
 
+def response_tokens(rows: list[Row]) -> int:
+    return sum(len(row.response_ids) for row in rows)
+
+
 def keep_token_values(batch: list[Row], entropy, logp_ref) -> None:
     """(N, L) tensors of a micro-batch -> a list a row, once: what the token inspector shows."""
     for i, row in enumerate(batch):
@@ -249,20 +322,33 @@ def update(
     optimizer,
     rows: list[Row],
     config: Config,
+    team: Team = ALONE,
     before_step: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """`num_iterations` gradient steps on one batch of roll-outs; the first one's statistics are
     logged for the sampler's gap, the last one's for the rest.
 
-    before_step: called before a weight changes; see InterruptLater.
+    before_step: called before a weight changes. Raises FloatingPointError for a gradient that is no
+    number, MemoryError where half the token budget is still too much.
     """
     if not config.beta:  # a flat group has advantage 0: without a KL term it has no gradient
         rows = [row for row in rows if row.advantage != 0]
+    own = [row for row in rows if row.group % team.size == team.rank]
+    all_tokens = response_tokens(rows)
+
+    def gradients() -> dict[str, float]:
+        optimizer.zero_grad(set_to_none=True)
+        return accumulate_gradients(backbone, own, config, all_tokens)
+
+    def smaller() -> str:
+        config.micro_batch_tokens = max(1, config.micro_batch_tokens // 2)
+        return f"--micro_batch_tokens {config.micro_batch_tokens} from now on"
+
     parameters = backbone.trainable_parameters()
     report: dict[str, float] = {"grad_norm": 0.0}
     for iteration in range(config.num_iterations if rows else 0):
-        optimizer.zero_grad(set_to_none=True)
-        totals = accumulate_gradients(backbone, rows, config)
+        totals = add_statistics(team.gather(within_memory(gradients, smaller)))
+        team.add_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         if not torch.isfinite(norm):
             raise FloatingPointError(
@@ -276,7 +362,103 @@ def update(
             totals["gap_mean"], totals["gap_max"] = report["gap_mean"], report["gap_max"]
         report = {**totals, "grad_norm": norm.item()}
     backbone.adapter_changed()  # cached keys and values of the planner are out of date
+    for rank, values in enumerate(team.gather([(row.entropy, row.logp_ref) for row in own])):
+        theirs = [row for row in rows if row.group % team.size == rank]
+        for row, (entropy, logp_ref) in zip(theirs, values, strict=True):
+            row.entropy, row.logp_ref = entropy, logp_ref
     return report
+
+
+def add_statistics(parts: list[dict[str, float]]) -> dict[str, float]:
+    """The processes' shares of a step's statistics, together."""
+    total = {name: sum(part[name] for part in parts) for name in parts[0]}
+    return {**total, "gap_max": max(part["gap_max"] for part in parts)}
+
+
+def within_memory(work: Callable[[], Any], make_smaller: Callable[[], str]) -> Any:
+    """work(), and where the device's memory does not suffice, once more after make_smaller(), which
+    says what it did. Raises MemoryError, with the flags to lower, if that does not help."""
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        said = str(error).split("\n")[0]
+    # Out of the except block: its traceback would keep the tensors that have to go.
+    tqdm.write(f"out of memory ({said}): {make_smaller()}")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(agentflow.OUT_OF_MEMORY.format(str(error).split("\n")[0])) from error
+
+
+CHUNK = 1 << 24  # weights updated at a time: what they take in fp32 stays small
+
+
+def round_at_random(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """fp32 -> bf16, up or down with the probability that makes the mean right.
+
+    Rounded to the nearest, a step of 1e-6 on a weight of 0.02 is lost, each time: bf16 has 8 bits,
+    and the next number is 1e-4 away. Rounded at random it happens once in a hundred times, whole.
+    A bf16 number is the upper half of an fp32 one: a random lower half is added, and cut off.
+    """
+    bits = values.float().view(torch.int32)
+    noise = torch.empty_like(bits).random_(0, 1 << 16, generator=generator)
+    return ((bits + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
+
+
+class RoundedAdamW(torch.optim.Optimizer):
+    """AdamW for bf16 weights, with bf16 moments, all of them rounded at random: 8 bytes a weight
+    with its gradient, instead of 16. That is how a whole 7B model trains on one GPU.
+
+    The random numbers are those of (seed, update, parameter): a resumed run draws the same, and so
+    do several processes.
+    """
+
+    def __init__(self, parameters, lr: float, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
+                 seed: int = 0) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps,
+                                      "weight_decay": weight_decay})  # fmt: skip
+        self.seed = seed
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for number, weight in enumerate(group["params"]):
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(weight)
+                    state["exp_avg_sq"] = torch.zeros_like(weight)
+                state["step"] += 1
+                generator = torch.Generator(weight.device)
+                generator.manual_seed(agentflow.row_seed((self.seed, state["step"], number)))
+                parts = (weight, weight.grad, state["exp_avg"], state["exp_avg_sq"])
+                for chunk in zip(*(x.view(-1).split(CHUNK) for x in parts), strict=True):
+                    self._move(*chunk, group, state["step"], generator)
+
+    @staticmethod
+    def _move(weight, grad, exp_avg, exp_avg_sq, group, step, generator) -> None:
+        beta1, beta2 = group["betas"]
+        grad = grad.float()
+        first = exp_avg.float().lerp_(grad, 1 - beta1)
+        second = exp_avg_sq.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        size = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        new = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
+        new.addcdiv_(first, size, value=-group["lr"] / (1 - beta1**step))
+        for old, value in ((weight, new), (exp_avg, first), (exp_avg_sq, second)):
+            old.copy_(round_at_random(value, generator))
+
+
+def new_optimizer(parameters: list, config: Config) -> torch.optim.Optimizer:
+    """AdamW. lr 0 also switches weight decay off, which is scaled by it."""
+    options = {"lr": config.learning_rate, "betas": (0.9, 0.999), "weight_decay": WEIGHT_DECAY}
+    if parameters[0].dtype == torch.bfloat16:
+        return RoundedAdamW(parameters, **options, seed=config.seed)
+    on_cuda = parameters[0].device.type == "cuda"
+    return torch.optim.AdamW(parameters, **options, fused=on_cuda, foreach=not on_cuda)
 
 
 # --- What a step is measured by ----------------------------------------------------------------
@@ -285,9 +467,10 @@ def update(
 def step_metrics(rollouts, rewards, group_ids, report, rows, config, seconds) -> dict:
     """The metrics of a step under TRL's names, flat; conventions for ours are in the README.
 
-    Every statistic is over all roll-outs of the step, the flat and the failed ones included; those
-    of the update over the rows that it saw (without a KL term it skips flat groups).
+    Every statistic is over all roll-outs of the step that came to an end, the flat ones included;
+    those of the update over the rows that it saw (without a KL term it skips flat groups).
     """
+    ended = [rollout for rollout in rollouts if not rollout.failed]
     groups = [rewards[group_ids == group] for group in group_ids.unique().tolist()]  # Q x (G,)
     groups = [group[~group.isnan()] for group in groups]
     spread = [group.std().item() if len(group) > 1 else 0.0 for group in groups]
@@ -317,11 +500,11 @@ def step_metrics(rollouts, rewards, group_ids, report, rows, config, seconds) ->
         "num_tokens": sum(len(row.prompt_ids) + len(row.response_ids) for row in rows),
         "sampling/sampling_logp_difference/mean": report.get("gap_mean"),
         "sampling/sampling_logp_difference/max": report.get("gap_max"),
-        "turns/mean": len(turns) / len(rollouts),
-        "verifier/stop_rate": mean([rollout.stopped for rollout in rollouts]),
-        "memory/tokens": mean([len(rollout.generator.prompt_ids) for rollout in rollouts]),
-        "prompts/shortened": sum(rollout.shortened for rollout in rollouts),
-        "tools/call_frequency": len(called) / len(rollouts),
+        "turns/mean": len(turns) / len(ended),
+        "verifier/stop_rate": mean([rollout.stopped for rollout in ended]),
+        "memory/tokens": mean([len(rollout.generator.prompt_ids) for rollout in ended]),
+        "prompts/shortened": sum(rollout.shortened for rollout in ended),
+        "tools/call_frequency": len(called) / len(ended),
         "tools/failure_frequency": mean([error != "none" for error in errors]),
         "rollouts/failed": int(rewards.isnan().sum()),
         "rollouts/unique_tool_sequences": mean([len(names) for names in sequences.values()]),
@@ -434,6 +617,7 @@ def rollout_record(step, group, number, question, rollout, rows, reward, advanta
         "question": question.text,
         "reference": question.references,
         "answer": answer,
+        "failed": rollout.failed or None,  # the server that was down
         "reward": without_nan(reward),
         "advantage": round(advantage, 6),
         "analysis": said(rollout.analysis),
@@ -463,20 +647,27 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
     write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-# What may differ between a run and its resumption: how long and where, not what is learnt; and the
-# limit that a run may have stopped over.
+# What may differ between a run and its resumption: how long, where and in how much memory, not what
+# is learnt; and the limit that a run may have stopped over.
 MAY_CHANGE = {
-    "max_steps", "output_dir", "resume", "save_steps", "eval_steps", "log_rollouts", "device",
-    "micro_batch_tokens", "max_prompt_length", "sandbox", "contact", "no_cache",
+    "max_steps", "output_dir", "resume", "preset", "dry_run", "save_steps", "keep", "eval_steps",
+    "log_rollouts", "report_to", "device", "slots", "micro_batch_tokens", "gradient_checkpointing",
+    "max_prompt_length", "sandbox", "contact", "no_cache",
 }
+ADDRESSES = {"frozen_url", "judge"}  # a server may have moved; whether there is one may not change
 
 
 class Run:
-    """The run folder of one training run: configuration, metrics, roll-outs, checkpoints."""
+    """The run folder of one training run: configuration, metrics, roll-outs, checkpoints.
 
-    def __init__(self, config: Config, questions: list, held_out: list) -> None:
+    Of several processes only the first one writes; the others read.
+    """
+
+    def __init__(self, config: Config, questions: list, held_out: list, writes=True) -> None:
         self.folder = Path(config.output_dir or time.strftime("runs/%Y-%m-%d-%H%M%S"))
-        self.config = config
+        self.config, self.writes, self.logged = config, writes, 0
+        if not writes:
+            return
         self.description = {
             **dataclasses.asdict(config),
             "output_dir": str(self.folder),
@@ -497,6 +688,11 @@ class Run:
         write_json(path, self.description)
         (self.folder / "rollouts").mkdir(exist_ok=True)
 
+    def close(self) -> None:
+        """Lets others use the folder."""
+        if self.writes:
+            self.lock.close()
+
     def check_same(self, path: Path) -> None:
         """Refuse to go on with another configuration than the run was started with."""
         if not self.config.output_dir:
@@ -509,7 +705,10 @@ class Run:
             ) from error
         names = {field.name for field in dataclasses.fields(Config)} | {"data_hash", "eval_hash"}
         for name in sorted(names - MAY_CHANGE, key=lambda name: (name.endswith("_hash"), name)):
-            if before.get(name) != self.description[name]:
+            was, now = before.get(name), self.description[name]
+            if name in ADDRESSES:
+                was, now = bool(was), bool(now)
+            if was != now:
                 raise ValueError(
                     f"--resume: {self.folder} was started with {name} = {before.get(name)!r}, now "
                     f"it is {self.description[name]!r}. Leave the flag out, or start anew."
@@ -520,25 +719,32 @@ class Run:
         found = [path for path in self.folder.glob("checkpoint-*") if path.name[11:].isdigit()]
         return sorted(found, key=lambda path: int(path.name[11:]))
 
-    def save(self, step: int, backbone, optimizer) -> None:
-        """checkpoint-<step>/ written beside and renamed, and the adapter in the run folder."""
+    def save(self, step: int, backbone, optimizer, metrics: dict | None = None) -> None:
+        """checkpoint-<step>/ written beside and renamed, older ones removed (`--keep`); the adapter
+        also in the run folder. metrics: the step's line, so that no step has one without the other.
+        """
+        if not self.writes:
+            return
         final = self.folder / f"checkpoint-{step}"
         if not final.exists():
             beside = self.folder / f"checkpoint-{step}.tmp"
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir()
-            backbone.save_adapter(beside)
             # Questions and samples are hashed from (seed, step, ...): nothing in training draws
             # from torch's generator. Its state is kept for whoever adds something that does.
             random_state = {"torch": torch.get_rng_state()}
             try:
+                backbone.save_planner(beside)
                 torch.save(optimizer.state_dict(), beside / "optimizer.pt")
                 torch.save(random_state, beside / "rng_state.pth")
-            except RuntimeError as error:  # that is how torch says that the disk is full
+            except (RuntimeError, SafetensorError) as error:  # how these say that the disk is full
                 raise OSError(f"{beside} cannot be written: {error}") from error
-            write_json(beside / "trainer_state.json", {"step": step})
+            write_json(beside / "trainer_state.json", {"step": step, "metrics": metrics})
             os.replace(beside, final)
-        backbone.save_adapter(self.folder)
+        if backbone.lora_r:
+            backbone.save_adapter(self.folder)
+        for old in self.checkpoints()[: -self.config.keep or len(self.checkpoints())]:
+            shutil.rmtree(old)
 
     def load_last(self, backbone, optimizer) -> int:
         """Load the last checkpoint and forget what was logged after it; returns its step."""
@@ -553,17 +759,19 @@ class Run:
             ) from error
 
     def _load(self, found: list[Path], backbone, optimizer) -> int:
-        step = 0
+        step, line = 0, None
         if found:
-            backbone.load_adapter(found[-1])
+            backbone.load_planner(found[-1])
             device = backbone.device
             state = torch.load(found[-1] / "optimizer.pt", map_location=device, weights_only=True)
             optimizer.load_state_dict(state)
             torch.set_rng_state(torch.load(found[-1] / "rng_state.pth", weights_only=True)["torch"])
-            step = json.loads((found[-1] / "trainer_state.json").read_text())["step"]
+            state = json.loads((found[-1] / "trainer_state.json").read_text())
+            step, line = state["step"], state["metrics"]
             if found[-1].name != f"checkpoint-{step}":
                 raise ValueError(f"trainer_state.json says that this is step {step}")
-        self.rewrite_metrics(step)
+        if self.writes:
+            self.rewrite_metrics(step, line)
         return step
 
     def metrics(self) -> list[dict]:
@@ -574,25 +782,43 @@ class Run:
         # the last line may be half a line, if the machine went down while it was written
         return [json.loads(line) for line in lines if line.endswith("}")]
 
-    def rewrite_metrics(self, step: int) -> None:
-        """Steps after the checkpoint are done again: their lines would stand twice."""
-        write_jsonl(
-            self.folder / "metrics.jsonl", [row for row in self.metrics() if row["step"] <= step]
-        )
+    def rewrite_metrics(self, step: int, line: dict | None = None) -> None:
+        """Steps after the checkpoint are done again: their lines would stand twice. line: the
+        checkpoint's own, where the run ended before it was written."""
+        rows = [row for row in self.metrics() if row["step"] <= step]
+        if line and (not rows or rows[-1]["step"] < step):
+            rows.append(line)
+        write_jsonl(self.folder / "metrics.jsonl", rows)
+        self.logged = step
 
     def log(self, metrics: dict) -> None:
+        """A step's line, once; whole or not at all, also where the disk is full."""
+        if not self.writes or metrics["step"] <= self.logged:
+            return
         row = {name: without_nan(value) for name, value in metrics.items()}
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            size = file.tell()
+            try:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+            except OSError:
+                file.truncate(size)
+                raise
+        self.logged = metrics["step"]
 
-    def add_heads(self, heads: dict[str, str]) -> None:
+    def write_rollouts(self, step: int, records: list[dict], heads: dict[str, str]) -> None:
+        """rollouts/<step>.jsonl, and in rollouts/heads.json the heads that its prompts name."""
+        if not self.writes:
+            return
+        write_jsonl(self.folder / f"rollouts/{step}.jsonl", records)
         path = self.folder / "rollouts" / "heads.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if not heads.keys() <= known.keys():
             write_json(path, {**known, **heads})
 
     def write_evaluation(self, name: str, result: dict) -> None:
-        write_jsonl(self.folder / f"{name}.jsonl", result["items"])
+        if self.writes:
+            write_jsonl(self.folder / f"{name}.jsonl", result["items"])
 
     def read_evaluation(self, name: str) -> dict | None:
         path = self.folder / f"{name}.jsonl"
@@ -640,30 +866,29 @@ def questions_of_step(questions: list, step: int, config: Config) -> list[int]:
 
 
 class InterruptLater:
-    """Ctrl-C between `hold()` and `release()` waits for the release.
+    """Ctrl-C, or a SIGTERM, between `hold()` and `release()` waits for the release.
 
     An update must not be cut in two: half of the weights at step n and half at n+1 are a state
-    that no checkpoint should hold. Before the update a step may be dropped, after it is done.
+    that no checkpoint should hold. Nor may one of several processes stop where others wait for it.
     """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
         self.pending, self.previous = False, None
 
-    @property
-    def holding(self) -> bool:
-        return self.previous is not None
-
     def hold(self) -> None:
-        if not self.holding:
-            self.previous = signal.signal(signal.SIGINT, self._note)
+        if self.previous is None:
+            self.previous = [signal.signal(number, self._note) for number in self.SIGNALS]
 
     def _note(self, *_) -> None:
         self.pending = True
 
     def drop(self) -> bool:
         """Ends the hold; was Ctrl-C pressed meanwhile?"""
-        if self.holding:
-            signal.signal(signal.SIGINT, self.previous)
+        if self.previous is not None:
+            for number, handler in zip(self.SIGNALS, self.previous, strict=True):
+                signal.signal(number, handler)
             self.previous = None
         pressed, self.pending = self.pending, False
         return pressed
@@ -674,167 +899,242 @@ class InterruptLater:
             raise KeyboardInterrupt
 
 
-def train_step(
-    step: int, questions: list, backbone, optimizer, tools, config: Config, run: Run, hold
-) -> dict:
-    """One pass of Algorithm 1: returns the step's metrics. `hold` is called before the update."""
-    started = time.perf_counter()
+@dataclass
+class Training:
+    """What the functions of the outer loop work with."""
+
+    config: Config
+    run: Run
+    questions: list
+    held_out: list
+    tools: list
+    scoring: evaluation.Scoring
+    backbone: Any
+    optimizer: torch.optim.Optimizer
+    team: Team
+    interrupt: InterruptLater
+    torn: bool = False  # an update is under way: the weights are those of no step
+
+
+def shared(t: Training, count: int, work: Callable[[list[int]], list]) -> list:
+    """A result for each of `count` things: every process makes those of its own places, by
+    work(places) -> results, and learns the others'.
+
+    Ctrl-C is held before and after, and may break the work off: then KeyboardInterrupt is raised in
+    all processes, at the same place.
+    """
+    made = None
+    try:
+        t.interrupt.release()
+        made = work(t.team.own(count))
+        t.interrupt.hold()
+    except KeyboardInterrupt:
+        t.interrupt.hold()
+    results: list = [None] * count
+    everyone = t.team.gather(made)
+    if any(part is None for part in everyone):
+        raise KeyboardInterrupt
+    for rank, part in enumerate(everyone):
+        results[rank :: t.team.size] = part
+    return results
+
+
+def train_step(t: Training, step: int) -> tuple[dict, list, dict]:
+    """One pass of Algorithm 1: the step's metrics, its roll-outs' records, their prompts' heads."""
+    config, started = t.config, time.perf_counter()
     # 1. Roll-outs: G attempts at each of Q questions with the present planner, pi_old
-    places = questions_of_step(questions, step, config)
-    total = len(places) * config.num_generations
-    with tqdm(total=total, desc=f"step {step} roll-outs", leave=False, disable=None) as bar:
-        rollouts = agentflow.roll_out(
-            [questions[place].text for place in places],
-            config.num_generations,
-            backbone,
-            tools,
-            agentflow.limits_of(config, backbone),
-            agentflow.sampling_of(config, config.temperature),
-            seed=config.seed,
-            step=step,
-            ids=places,
-            deterministic=config.deterministic,
-            on_done=lambda index, rollout: bar.update(),
-        )
+    places = questions_of_step(t.questions, step, config)
+    groups = shared(t, len(places), lambda own: roll_out_groups(t, step, places, own))
+    rollouts = list(itertools.chain(*groups))  # (R,) group by group
+    group_ids = torch.arange(len(places)).repeat_interleave(config.num_generations)  # (R,)
     rolled = time.perf_counter()
     # 2. Outcome: one number a roll-out, broadcast unchanged to all of its turns
-    group_ids = torch.arange(len(places)).repeat_interleave(config.num_generations)  # (R,)
-    asked = [questions[places[group]] for group in group_ids.tolist()]
-    judged = [q.reward(rollout.generator.text) for q, rollout in zip(asked, rollouts, strict=True)]
-    rewards = torch.tensor(judged, dtype=torch.float64)  # (R,) 0.2 is logged as 0.2
+    asked = [t.questions[places[group]] for group in group_ids.tolist()]
+    outcomes = shared(t, len(rollouts), lambda own: score(t, step, asked, rollouts, own))
+    rewards = rewards_of(outcomes, step)  # (R,)
     scored = time.perf_counter()
     # 3. Update: Eq. 5 to 7
     rows, advantages = make_rows(rollouts, rewards, group_ids)
-    report = update(backbone, optimizer, rows, config, before_step=hold)
+    t.torn = False
+    report = update(t.backbone, t.optimizer, rows, config, t.team, lambda: setattr(t, "torn", True))
     trained = time.perf_counter()
     # 4. Log
     seconds = {
         "step_time": trained - started,
         "time/rollout": rolled - started,
-        "time/tools": sum(t.result.seconds for r in rollouts for t in r.turns),
+        "time/tools": sum(turn.result.seconds for r in rollouts for turn in r.turns),
         "time/score": scored - rolled,
         "time/train": trained - scored,
-        "adapter/delta_norm": backbone.adapter_norm(),
+        "adapter/delta_norm": t.backbone.adapter_norm(),
     }
-    log_rollouts(run, step, asked, rollouts, rows, rewards.tolist(), advantages.tolist())
-    return {
-        "step": step,
-        **step_metrics(rollouts, rewards, group_ids, report, rows, config, seconds),
-    }
+    metrics = step_metrics(rollouts, rewards, group_ids, report, rows, config, seconds)
+    records = rollout_records(t, step, asked, rollouts, rows, rewards.tolist(), advantages.tolist())
+    t.torn = False
+    return {"step": step, **metrics}, records, heads_of(rollouts)
 
 
-def log_rollouts(run, step, asked, rollouts, rows, rewards, advantages) -> None:
-    """rollouts/<step>.jsonl, a line a roll-out; one whole roll-out in the terminal now and then.
+def roll_out_groups(t: Training, step: int, places: list[int], own: list[int]) -> list[list]:
+    """The G roll-outs of each of the own groups; places: which questions the step asks."""
+    config, sampling = t.config, agentflow.sampling_of(t.config, t.config.temperature)
+    number = config.num_generations
+    again = [places[:group].count(places[group]) for group in own]  # asked twice in one step
+
+    def work() -> list:
+        title, total = f"step {step} roll-outs", len(own) * number
+        hidden = None if t.team.leads else True  # None: shown in a terminal only
+        with tqdm(total=total, desc=title, leave=False, disable=hidden) as bar:
+            return agentflow.roll_out(
+                [t.questions[places[group]].text for group in own],
+                number,
+                t.backbone,
+                t.tools,
+                agentflow.limits_of(config, t.backbone),
+                sampling,
+                seed=config.seed,
+                step=step,
+                ids=[places[group] for group in own],
+                again=again,
+                deterministic=config.deterministic,
+                on_done=lambda index, rollout: bar.update(),
+            )
+
+    rollouts = within_memory(work, lambda: f"--slots {t.backbone.halve_slots()} from now on")
+    return [rollouts[i : i + number] for i in range(0, len(rollouts), number)]
+
+
+def score(t: Training, step: int, asked: list, rollouts: list, own: list[int]) -> list:
+    """(reward, what server was down) of the own roll-outs; NaN where nobody could judge one."""
+
+    def outcome(place: int):
+        if rollouts[place].failed:
+            return math.nan, rollouts[place].failed
+        try:
+            reply = rollouts[place].generator.text
+            return (yield from t.scoring.reward(reply, asked[place])), ""
+        except ServerDown as error:
+            return math.nan, str(error)
+
+    keys = [(t.config.seed, step, -1, place) for place in own]  # no roll-out has these
+    sampling = agentflow.sampling_of(t.config, 0.0)
+    return agentflow.drive([outcome(place) for place in own], keys, t.backbone, sampling)
+
+
+def rewards_of(outcomes: list[tuple[float, str]], step: int) -> torch.Tensor:
+    """Outcomes -> rewards (R,), fp64: 0.2 is logged as 0.2. Raises ServerDown where servers left
+    none: a step of which nobody knows anything is not taken."""
+    if all(down for _, down in outcomes):
+        raise ServerDown(
+            f"Step {step} is not taken, none of its roll-outs has a reward: {outcomes[0][1]}. "
+            "Start the server again (it may have another address now), then go on with --resume."
+        )
+    return torch.tensor([reward for reward, _ in outcomes], dtype=torch.float64)
+
+
+def rollout_records(t: Training, step, asked, rollouts, rows, rewards, advantages) -> list[dict]:
+    """A line of rollouts/<step>.jsonl for each roll-out; one of them in the terminal now and then.
 
     asked, rollouts, rewards, advantages: R of each, group by group; rows: one a turn, in order.
     """
-    config, left = run.config, iter(rows)
-    records = []
+    left, records = iter(rows), []
     for i, rollout in enumerate(rollouts):
-        group, number = divmod(i, config.num_generations)
+        group, number = divmod(i, t.config.num_generations)
         own_rows = list(itertools.islice(left, len(rollout.turns)))
         records.append(
             rollout_record(
                 step, group, number, asked[i], rollout, own_rows, rewards[i], advantages[i]
             )
         )
-    write_jsonl(run.folder / f"rollouts/{step}.jsonl", records[: config.log_rollouts or None])
-    run.add_heads(heads_of(rollouts))
-    if step % config.save_steps == 1 or config.save_steps == 1:
+    if t.team.leads and step % SHOW_EVERY == 1 and not rollouts[0].failed:
         tqdm.write(f"\nOne roll-out of step {step}, reward {rewards[0]:g}:")
         tqdm.write(agentflow.describe(rollouts[0]) + "\n")
+    return records[: t.config.log_rollouts or None]
 
 
-def measure(backbone, held_out, tools, config: Config, title: str) -> dict:
+def measure(t: Training, title: str) -> dict:
     """Held-out accuracy: the same items, random numbers and code before, between and after."""
-    return evaluation.evaluate(
-        backbone,
-        held_out,
-        tools,
-        agentflow.limits_of(config, backbone),
-        agentflow.sampling_of(config, config.eval_temperature),
-        config.seed,
-        title,
-    )
+    count = len(t.held_out)
+
+    def work(own: list[int]) -> list:
+        if not own:
+            return []
+        return evaluation.evaluate(
+            t.backbone,
+            t.held_out,
+            t.tools,
+            agentflow.limits_of(t.config, t.backbone),
+            agentflow.sampling_of(t.config, t.config.eval_temperature),
+            t.config.seed,
+            title if t.team.leads else "",
+            scoring=t.scoring,
+            done=set(range(count)) - set(own),
+        )["items"]
+
+    return evaluation.summarise(shared(t, count, work))
 
 
-def is_measured(step: int, config: Config) -> bool:
-    """Is held-out accuracy measured behind this step? Behind the last one it is anyway."""
-    return bool(config.eval_steps) and step % config.eval_steps == 0 and step < config.max_steps
+def measure_step(t: Training, step: int) -> None:
+    """Adds the held-out accuracy behind a step to its line, where it is due and not yet there: a
+    stop during the measurement leaves that to the run that goes on, with the same weights."""
+    every = t.config.eval_steps
+    if not every or step % every or step >= t.config.max_steps:
+        return
+    rows = t.team.gather(t.run.metrics())[0]
+    if rows and rows[-1]["step"] == step and "eval/accuracy" not in rows[-1]:
+        rows[-1]["eval/accuracy"] = measure(t, f"held out, step {step}")["accuracy"]
+        print(f"held-out accuracy after step {step}: {rows[-1]['eval/accuracy']:.3f}", flush=True)
+        if t.run.writes:
+            write_jsonl(t.run.folder / "metrics.jsonl", rows)
 
 
-def measure_late(run: Run, done: int, held_out, tools, backbone) -> None:
-    """A stop during a step's measurement left its line without the accuracy: measured now, by the
-    same weights, so that the numbers are those of a run that was never stopped."""
-    rows = run.metrics()
-    if rows and rows[-1]["step"] == done and is_measured(done, run.config):
-        if "eval/accuracy" not in rows[-1]:
-            late = measure(backbone, held_out, tools, run.config, f"held out, step {done}")
-            rows[-1]["eval/accuracy"] = late["accuracy"]
-            write_jsonl(run.folder / "metrics.jsonl", rows)
+def commit(t: Training, finished: tuple[dict, list, dict], save: bool) -> None:
+    """Writes what a step left: roll-outs, metrics, checkpoint. Once more does no harm."""
+    metrics, records, heads = finished
+    t.run.write_rollouts(metrics["step"], records, heads)
+    t.run.log(metrics)
+    if save:
+        t.run.save(metrics["step"], t.backbone, t.optimizer, metrics)
 
 
-def take_steps(run: Run, done: int, questions, held_out, tools, backbone, optimizer) -> int:
-    """Steps done + 1 to the last one: each logged, some measured and saved. Returns the last one.
+def take_steps(t: Training, done: int) -> int:
+    """Steps done + 1 to the last one: each logged, some saved and measured. Returns the last one.
 
-    On Ctrl-C, or whatever else ends it early, every finished step is saved before it is raised on.
+    On Ctrl-C, or whatever else ends it early, every finished step is saved before it is raised on;
+    except where an update broke off in the middle: its weights are no step's, and the last
+    checkpoint stands.
     """
-    config = run.config
-    interrupt, step = InterruptLater(), done
+    config, finished = t.config, None
+    t.interrupt.hold()
     try:
         for step in range(done + 1, config.max_steps + 1):
-            metrics = train_step(
-                step, questions, backbone, optimizer, tools, config, run, interrupt.hold
-            )
+            finished = train_step(t, step)
             done = step
-            try:
-                interrupt.release()
-                if is_measured(step, config):
-                    middle = measure(backbone, held_out, tools, config, f"held out, step {step}")
-                    metrics["eval/accuracy"] = middle["accuracy"]
-            finally:  # a step that was taken is logged, whatever happens after it
-                interrupt.hold()
-                run.log(metrics)
-                print(step_line(metrics, config.num_questions), flush=True)
-            if step % config.save_steps == 0:
-                run.save(step, backbone, optimizer)
-            interrupt.release()
-        interrupt.hold()
-        run.save(done, backbone, optimizer)
-        interrupt.release()
-    except BaseException:  # Ctrl-C, a full disk, a gradient that is no number: nothing is lost
-        if interrupt.holding:  # the step failed after its update: the weights are this step's
-            done = step
-        interrupt.hold()  # an impatient second Ctrl-C waits too
-        run.save(done, backbone, optimizer)
-        interrupt.drop()
-        raise
+            commit(t, finished, save=step % config.save_steps == 0)
+            print(step_line(finished[0], config.num_questions), flush=True)
+            measure_step(t, step)
+    finally:  # Ctrl-C, a full disk, a gradient that is no number: nothing is lost
+        t.interrupt.hold()
+        if finished is None:  # no step: the planner as it was
+            t.run.save(done, t.backbone, t.optimizer)
+        elif not t.torn:
+            commit(t, finished, save=True)
     return done
 
 
-def train(config: Config, run: Run, questions, held_out, tools, backbone) -> dict:
+def train(t: Training) -> dict:
     """The whole run; returns summary.json's content. On Ctrl-C everything done so far is saved."""
-    started = time.perf_counter()
-    # lr 0 in AdamW also switches weight decay off, which is scaled by it
-    optimizer = torch.optim.AdamW(
-        backbone.trainable_parameters(),
-        lr=config.learning_rate,
-        betas=(0.9, 0.999),
-        weight_decay=WEIGHT_DECAY,
-        foreach=True,
-    )
-    done = run.load_last(backbone, optimizer) if config.resume else 0
+    started, config, run = time.perf_counter(), t.config, t.run
+    done = run.load_last(t.backbone, t.optimizer) if config.resume else 0
     if config.resume:
         left = max(0, config.max_steps - done)
         print(f"resumed after step {done}; {left} steps to go", flush=True)
-        measure_late(run, done, held_out, tools, backbone)
-    before = run.read_evaluation("eval_before")
+        measure_step(t, done)
+    before = t.team.gather(run.read_evaluation("eval_before"))[0]
     if before is None or done == 0:
-        before = measure(backbone, held_out, tools, config, "held out, before")
+        before = measure(t, "held out, before")
         run.write_evaluation("eval_before", before)
     print(f"held-out accuracy before: {before['accuracy']:.3f}", flush=True)
-    done = take_steps(run, done, questions, held_out, tools, backbone, optimizer)
-    after = measure(backbone, held_out, tools, config, "held out, after")
+    done = take_steps(t, done)
+    after = measure(t, "held out, after")
     run.write_evaluation("eval_after", after)
     summary = {
         "accuracy_before": before["accuracy"],
@@ -847,7 +1147,8 @@ def train(config: Config, run: Run, questions, held_out, tools, backbone) -> dic
         "seconds": round(time.perf_counter() - started, 1),
         "seed": config.seed,
     }
-    write_json(run.folder / "summary.json", summary)
+    if run.writes:
+        write_json(run.folder / "summary.json", summary)
     print("\n" + evaluation.table({"before": before, "after": after}))
     rewards = [row["reward"] for row in run.metrics() if row["reward"] is not None]
     if rewards:
@@ -856,11 +1157,13 @@ def train(config: Config, run: Run, questions, held_out, tools, backbone) -> dic
     return summary
 
 
+SHOW_EVERY = 20  # steps between two roll-outs in the terminal
 TURN_LABELS = 32  # tokens of a turn's labels, tool name, error and verdict in the memory
 LEAST = {
-    **agentflow.LEAST, "num_questions": 1, "max_steps": 0, "num_iterations": 1, "save_steps": 1,
-    "micro_batch_tokens": 1, "eval_steps": 0, "log_rollouts": 0, "learning_rate": 0, "beta": 0,
-    "epsilon": 0, "epsilon_high": 0, "data_questions": 0,
+    **agentflow.LEAST, "lora_r": 0, "slots": 1, "keep": 0, "num_questions": 1, "max_steps": 0,
+    "num_iterations": 1, "save_steps": 1, "micro_batch_tokens": 1, "eval_steps": 0,
+    "log_rollouts": 0, "learning_rate": 0, "beta": 0, "epsilon": 0, "epsilon_high": 0,
+    "data_questions": 0,
 }  # fmt: skip
 
 
@@ -884,7 +1187,7 @@ def flags_of_start(arguments: list[str] | None) -> dict:
     return {
         field.name: started[field.name]
         for field in dataclasses.fields(Config)
-        if field.name not in ("resume", "output_dir", "offline")
+        if field.name not in ("resume", "output_dir", "offline", "dry_run")
         and type(started.get(field.name)) is type(field.default)
     }
 
@@ -916,11 +1219,12 @@ def load_data(config: Config, offline: bool) -> tuple[list, list]:
     return judged[: len(questions)], judged[len(questions) :]
 
 
-def prepare(config: Config, offline: bool = False):
-    """(training questions, held-out questions, tools, backbone) of a configuration. offline:
-    public sets come from the cache alone.
+def prepare(config: Config, team: Team, device: str, offline: bool = False) -> Training:
+    """All that a configuration names, loaded, and its run folder. offline: public sets come from
+    the cache alone.
 
-    Raises ValueError with a sentence for whatever in it cannot work.
+    Raises ValueError with a sentence for whatever in it cannot work, ServerDown for a server that
+    does not answer.
     """
     if config.num_generations < 2:
         raise ValueError(
@@ -931,16 +1235,28 @@ def prepare(config: Config, offline: bool = False):
     if config.temperature == 0:
         raise ValueError("--temperature must be above 0: without sampling all roll-outs are equal.")
     tools = agentflow.tools_from_flags(config)  # first: a missing key shows before any download
+    scoring = evaluation.scoring_of(config)
     questions, held_out = load_data(config, offline)
+    frozen = None
+    if config.frozen_url:
+        frozen = agentflow.RemoteBackbone(config.frozen_url, config.frozen_model)
     backbone = agentflow.load_backbone(
         config.model,
-        config.device,
+        device,
         lora_r=config.lora_r,
         lora_alpha=config.lora_alpha,
         seed=config.seed,
+        slots=config.slots,
+        gradient_checkpointing=config.gradient_checkpointing,
     )
     check_prompt_room(config, backbone, tools, [*questions, *held_out])
-    return questions, held_out, tools, backbone
+    optimizer = new_optimizer(backbone.trainable_parameters(), config)
+    if frozen:
+        backbone = agentflow.ServedBackbone(backbone, frozen)
+    run = Run(config, questions, held_out, writes=team.leads)
+    run.folder = team.gather(run.folder)[0]  # its default name is a time of day
+    return Training(config, run, questions, held_out, tools, scoring, backbone, optimizer, team,
+                    InterruptLater())  # fmt: skip
 
 
 def check_prompt_room(config: Config, backbone, tools, questions) -> None:
@@ -961,33 +1277,40 @@ def main(arguments: list[str] | None = None) -> int:
     asked = agentflow.parse_flags(Config, arguments, __doc__, flags_of_start(arguments))
     config = resolved(asked)
     try:
+        team, device = join_team(config.device)
         # A built-in model keeps its tools offline; that does not keep its user from loading data.
-        questions, held_out, tools, backbone = prepare(config, offline=bool(asked.offline))
-        run = Run(config, questions, held_out)
+        t = prepare(config, team, device, offline=bool(asked.offline))
     except (ValueError, OSError) as error:
         return agentflow.fail(error)
     if config.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     print(" ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items()))
     print(
-        f"{len(questions)} questions to train on, {len(held_out)} held out; "
-        f"{backbone.device}; run folder {run.folder}"
+        f"{len(t.questions)} questions to train on, {len(t.held_out)} held out; "
+        f"{t.backbone.device}{f' and {team.size - 1} more' if team.size > 1 else ''}; "
+        f"run folder {t.run.folder}"
     )
-    if any(tool.name == "Python_Coder_Tool" for tool in tools):
+    if any(tool.name == "Python_Coder_Tool" for tool in t.tools):
         print(sandbox_line())
+    to_go_on = f"To go on: python train.py --resume --output_dir {t.run.folder}"
     try:
-        train(config, run, questions, held_out, tools, backbone)
+        train(t)
     except KeyboardInterrupt:
-        print(
-            "\nstopped; finished steps are saved. To go on: "
-            f"python train.py --resume --output_dir {run.folder}",
-            file=sys.stderr,
-        )
+        print(f"\nstopped; finished steps are saved. {to_go_on}", file=sys.stderr)
         return 130
-    except (ValueError, OSError, FloatingPointError) as error:
-        return agentflow.fail(error)
+    except (ValueError, OSError, FloatingPointError, MemoryError) as error:
+        code = agentflow.fail(error)
+        if t.run.checkpoints():
+            print(f"Finished steps are saved. {to_go_on}", file=sys.stderr)
+        return code
+    finally:  # not only with the process: notebooks and tests go on in theirs
+        t.interrupt.drop()
+        t.run.close()
+        if team.size > 1:
+            dist.destroy_process_group()
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cluster's way to press Ctrl-C
     sys.exit(agentflow.run_command(main))
