@@ -171,7 +171,7 @@ def test_activations_are_what_autograd_keeps(dtype, lora_r, replies):
     each reply's node looks at 249 keys. One reply makes a single node. What differs are masks,
     which the plan counts apart, and rotary tables."""
     backbone, shape = tiny_backbone(dtype, lora_r, hidden_size=288, intermediate_size=768,
-                                    num_attention_heads=9, num_key_value_heads=3,
+                                    num_attention_heads=9, num_key_value_heads=3, head_dim=64,
                                     num_hidden_layers=4)  # fmt: skip
     prompts = [list(range(10, 210))] * replies
     responses = [[1000 + 100 * reply + i for i in range(50)] for reply in range(replies)]
@@ -180,7 +180,7 @@ def test_activations_are_what_autograd_keeps(dtype, lora_r, replies):
     seen = 249 if replies == 1 else 200 + 249 * replies
     number = dtype.itemsize
     planned = train.activations(shape, tokens, seen, number, lora_r, checkpointing=False)
-    assert planned == pytest.approx(kept, rel=0.05)
+    assert planned == pytest.approx(kept, rel=0.03)
 
 
 def test_checkpointing_keeps_each_layers_input_and_one_layer():
