@@ -1500,7 +1500,8 @@ def check_data(config: Config, offline: bool) -> tuple[str, str]:
     try:
         questions, held_out = load_data(config, offline=True)
     except evaluation.NotServed as error:
-        if error.code == "offline" and not offline and not os.environ.get("HF_HUB_OFFLINE"):
+        may_ask = not offline and os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0")
+        if error.code == "offline" and may_ask:
             return "WARN", "not in the cache: it is read from the network when a run starts"
         return "FAIL", str(error)
     except (ValueError, OSError) as error:
@@ -1571,10 +1572,12 @@ def memory_lines(config: Config, shape: Shape, plan: Memory, on_cpu: bool) -> li
     count = shape.lora_parameters(config.lora_r) if config.lora_r else shape.parameters()
     widths = " + ".join(f"{shape.kv_bytes(number):,}" for number in lanes_of(config, own))
     lines = [
-        f"memory in GB (1e9 bytes): {shape.parameters():,} parameters of {own.frozen} bytes; "
-        f"{trained}: {count:,} of {own.weight} bytes, gradient {own.gradient}, AdamW {own.moments}",
-        f"  slots: {config.slots} of {width:,} tokens, a token's keys and values {widths} bytes; "
-        f"micro-batch: {max(config.micro_batch_tokens, row):,} packed tokens (longest row {row:,})",
+        f"memory in GB (1e9 bytes): {shape.parameters():,} parameters of {own.frozen} bytes",
+        f"  {trained}: {count:,} of {own.weight} bytes, gradient {own.gradient}, AdamW "
+        f"{own.moments}",
+        f"  {config.slots} slots of {width:,} tokens, a token's keys and values {widths} bytes",
+        f"  micro-batches of {max(config.micro_batch_tokens, row):,} packed tokens; the longest row "
+        f"has {row:,}",
     ]
     phases = {"always": plan.always, "roll-outs": plan.rollouts, "update": plan.update,
               "AdamW's step": plan.step}  # fmt: skip
@@ -1600,8 +1603,8 @@ def time_lines(config: Config, shape: Shape) -> list[str]:
     decoded = sum(work.decoded.values())
     lines = [
         f"a step: {config.num_questions} questions x {config.num_generations} roll-outs x "
-        f"{config.max_turns} turns; {work.prefilled:,} tokens read, {decoded:,} written, "
-        f"{work.packed:,} trained on",
+        f"{config.max_turns} turns",
+        f"  {work.prefilled:,} tokens read, {decoded:,} written, {work.packed:,} trained on",
         f"  roll-outs {work.rollout_flops / 1e15:.2f} PFLOP and {decoded:,} tokens against memory; "
         f"update {(work.update_flops + work.head_flops) / 1e15:.2f} PFLOP",
         f"  Assumed: prompts of {prompt:,} tokens, replies of {reply:,} (planner) and {frozen:,} "

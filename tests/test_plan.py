@@ -129,6 +129,7 @@ def test_all_weights_of_qwen_7b_take_76_gb_and_small_ones_are_trained_in_fp32():
     small = train.shape_of(agentflow.known_config("Qwen2.5-1.5B-Instruct"))
     plan = train.memory_plan(config_of("paper"), small, on_cpu=False)
     assert sum(plan.always.values()) == 1_543_714_304 * (2 + 4 + 4 + 8)
+    assert sum(plan.step.values()) == 1_543_714_304 * 4, "the roots of AdamW's second moments"
 
 
 def test_slots_that_grow_hold_the_old_keys_beside_the_new():
