@@ -920,7 +920,7 @@ TURN_LABELS = 32  # tokens of a turn's labels, tool name, error and verdict in t
 LEAST = {
     **agentflow.LEAST, "num_questions": 1, "max_steps": 0, "num_iterations": 1, "save_steps": 1,
     "micro_batch_tokens": 1, "eval_steps": 0, "log_rollouts": 0, "learning_rate": 0, "beta": 0,
-    "epsilon": 0, "epsilon_high": 0, "data_questions": 0,
+    "epsilon": 0, "epsilon_high": 0, "data_questions": 0, "slots": 1,
 }  # fmt: skip
 
 
@@ -1178,9 +1178,16 @@ def lanes_of(config: Config, own: Precision) -> list[int]:
     return [own.policy] if config.frozen_url else [own.frozen, own.policy]
 
 
+def slots_in_use(config: Config) -> int:
+    """A roll-out waits for one reply at a time, and slots grow with the rows that are there. An
+    evaluation runs all of its questions at once."""
+    rollouts = config.num_questions * config.num_generations
+    return min(config.slots, max(rollouts, config.eval_questions or config.slots))
+
+
 def rollout_memory(config: Config, shape: Shape, own: Precision, on_cpu: bool) -> dict[str, int]:
     """Where all slots hold the longest prompt and reply: more is never needed."""
-    width, slots = slot_width(config, shape), config.slots
+    width, slots = slot_width(config, shape), slots_in_use(config)
     lanes = [shape.kv_bytes(number) for number in lanes_of(config, own)]
     largest, number = max(lanes), max(own.frozen, own.policy)
     # One prefill pass in one layer: hidden states, MLP, queries, keys, values, and its mask.
@@ -1190,7 +1197,7 @@ def rollout_memory(config: Config, shape: Shape, own: Precision, on_cpu: bool) -
         "KV slots": slots * width * sum(lanes),
         # Lane.reserve: the old slots live until the new ones, one step wider, hold their content
         "KV slots, while they grow": slots * (width - agentflow.WIDTH_STEP) * largest,
-        "kept prompts": agentflow.KEPT_TOKENS * slots * largest,
+        "kept prompts": agentflow.KEPT_TOKENS * config.slots * largest,
         "prompt heads": HEAD_TOKENS * sum(lanes),
         "prefill": prefill + agentflow.PREFILL_TOKENS * width * (number + 1),
         # logits, tempered, their softmax, padded, in blocks; and a part of the head in fp32
@@ -1575,9 +1582,10 @@ def memory_lines(config: Config, shape: Shape, plan: Memory, on_cpu: bool) -> li
         f"memory in GB (1e9 bytes): {shape.parameters():,} parameters of {own.frozen} bytes",
         f"  {trained}: {count:,} of {own.weight} bytes, gradient {own.gradient}, AdamW "
         f"{own.moments}",
-        f"  {config.slots} slots of {width:,} tokens, a token's keys and values {widths} bytes",
-        f"  micro-batches of {max(config.micro_batch_tokens, row):,} packed tokens; the longest row "
-        f"has {row:,}",
+        f"  {slots_in_use(config)} slots of {width:,} tokens, a token's keys and values {widths} "
+        "bytes",
+        f"  micro-batches of {max(config.micro_batch_tokens, row):,} packed tokens, the longest "
+        f"row {row:,}",
     ]
     phases = {"always": plan.always, "roll-outs": plan.rollouts, "update": plan.update,
               "AdamW's step": plan.step}  # fmt: skip
@@ -1627,11 +1635,19 @@ def time_lines(config: Config, shape: Shape) -> list[str]:
     return lines
 
 
+SIZES = (
+    "num_questions", "num_generations", "max_turns", "slots", "micro_batch_tokens", "save_steps",
+    "max_prompt_length", "max_completion_length", "max_frozen_length",
+)  # fmt: skip
+
+
 def dry_run(config: Config, offline: bool) -> int:
     """Says what this machine makes of this configuration, and loads nothing; no network is used.
     Exit code 0, or 1 where something has to change first. offline: was --offline given?"""
     status, text, shape = find_shape(config)
     device_status, device_text, on_cpu, room = check_device(config, shape)
+    if min(getattr(config, name) for name in SIZES) < 1 or config.lora_r < 0:
+        shape = None  # "flags" says what is wrong; there is nothing to count
     checks = [("packages", *check_packages(config)), ("device", device_status, device_text)]
     try:
         check_config(config)
@@ -1643,8 +1659,7 @@ def dry_run(config: Config, offline: bool) -> int:
     for name, url in {"frozen": config.frozen_url, "judge": config.judge}.items():
         if url:
             checks.append((name, "OK", f"{url}, not asked by a dry run"))
-    able = shape is not None and min(config.slots, config.micro_batch_tokens) > 0
-    if able and config.lora_r >= 0:
+    if shape is not None:
         plan = memory_plan(config, shape, on_cpu)
         checks.append(("memory", *check_memory(config, shape, plan, on_cpu, room)))
     for name, status, text in checks:

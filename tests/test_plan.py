@@ -143,6 +143,10 @@ def test_slots_that_grow_hold_the_old_keys_beside_the_new():
     plan = train.memory_plan(config, shape, on_cpu=True).rollouts
     assert plan["KV slots"] == lane.kv.nbytes
     assert plan["KV slots, while they grow"] == before
+    many = dataclasses.replace(config, slots=500, num_questions=1, num_generations=3,
+                               eval_questions=4)  # fmt: skip
+    plan = train.memory_plan(many, shape, on_cpu=True).rollouts
+    assert plan["KV slots"] == lane.kv.nbytes, "four questions at once never fill 500 slots"
     two = dataclasses.replace(config, lora_r=0)
     assert train.memory_plan(two, shape, on_cpu=True).rollouts["KV slots"] == 2 * lane.kv.nbytes
 
@@ -372,6 +376,9 @@ def test_the_default_run_can_start_and_nothing_is_loaded_or_written(alone, capsy
     (("--model", "nowhere"), "model", "hub name"),
     (("--device", "cuda:9"), "device", "--device cpu"),
     (("--num_generations", "1"), "flags", "at least 2"),
+    (("--num_questions", "0"), "flags", "--num_questions"),
+    (("--slots", "0"), "flags", "--slots"),
+    (("--save_steps", "0", "--keep", "0"), "flags", "--save_steps"),
     (("--slots", "9999999"), "memory", "--slots"),
     (("--report_to", "no_such_package"), "packages", "pip install"),
 ])  # fmt: skip
