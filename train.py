@@ -1271,11 +1271,13 @@ def largest(fits: Callable[[int], bool], most: int = 1 << 24) -> int:
 
 
 def largest_slots(config: Config, shape: Shape, on_cpu: bool, room: float) -> int:
+    """At most as many as there are rows to fill them."""
+
     def fits(slots: int) -> bool:
         asked = dataclasses.replace(config, slots=slots)
         return memory_plan(asked, shape, on_cpu).rollout_peak() <= room
 
-    return largest(fits, most=4096)
+    return largest(fits, most=slots_in_use(dataclasses.replace(config, slots=4096)))
 
 
 def largest_micro_batch(config: Config, shape: Shape, on_cpu: bool, room: float) -> int:
