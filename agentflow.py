@@ -1825,12 +1825,35 @@ class AskConfig(ToolFlags):
 
     # One question, answered by which model
     question: str = "What is 23 times the atomic number of the element Iron?"  # what to answer
-    adapter: str = ""  # a run folder or checkpoint with an adapter; default: the untrained planner
+    adapter: str = ""  # a run folder or checkpoint: asked with its run's model, tools and limits
     model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
     device: str = "auto"  # auto | cpu | cuda | mps
     max_turns: int = 3  # T_max
     temperature: float = 0.7  # of the planner; the frozen modules are greedy
+    max_completion_length: int = 256  # tokens of one planner reply
+    max_frozen_length: int = 256  # tokens of one reply of a frozen module
+    max_prompt_length: int = 32768  # tokens, or what the model's context leaves for a prompt
     seed: int = 0  # of the sampling
+
+
+def asked_as_in_run(adapter: str) -> dict:
+    """Model, tools and limits of the run that trained an adapter, from run_config.json in its
+    folder or the one above: asked otherwise, it would not be the planner that was measured."""
+    for folder in (Path(adapter), Path(adapter).parent):
+        path = folder / "run_config.json"
+        if not path.is_file():
+            continue
+        try:
+            run = json.loads(path.read_text(encoding="utf-8"))
+            types = {entry.name: type(entry.default) for entry in dataclasses.fields(AskConfig)}
+            names = types.keys() - {"adapter", "offline", "temperature", "device", "seed"}
+            settings = {name: types[name](run[name]) for name in names if name in run}
+            return {**settings, "offline": run["offline"],
+                    "temperature": float(run["eval_temperature"])}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). Restore it, or "
+                             "move the adapter elsewhere.") from error
+    return {}
 
 
 def describe(rollout: Rollout) -> str:
@@ -1851,6 +1874,9 @@ def describe(rollout: Rollout) -> str:
 def main(arguments: list[str] | None = None) -> int:
     config = parse_flags(AskConfig, arguments, __doc__, positional="question")
     try:
+        if config.adapter:  # read again: the flags that are not given are the run's
+            defaults = asked_as_in_run(config.adapter)
+            config = parse_flags(AskConfig, arguments, __doc__, defaults, positional="question")
         check_ranges(config)
         if not config.question.strip():
             raise ValueError("The question is empty.")
@@ -1858,9 +1884,8 @@ def main(arguments: list[str] | None = None) -> int:
         backbone = load_backbone(config.model, config.device, **adapter_settings(config.adapter))
         if config.adapter:
             backbone.load_adapter(config.adapter)
-        sampling = Sampling(config.temperature)
-        room = backbone.limit - max(sampling.max_completion_length, sampling.max_frozen_length)
-        limits = Limits(config.max_turns, room, backbone.prompt_length)
+        sampling = sampling_of(config, config.temperature)
+        limits = limits_of(config, backbone)
         (rollout,) = roll_out(
             [config.question], 1, backbone, tools, limits, sampling, config.seed, step=-1
         )

@@ -170,6 +170,8 @@ def base_and_adapter(folder, kind="qwen2", tied=True, dtype=torch.float32):
     model = (AutoModelForCausalLM.from_config(config)).to(dtype).eval()
     model.save_pretrained(folder / "base")
     (folder / "base" / "generation_config.json").unlink()
+    config = folder / "base" / "config.json"  # in a hand of its own: a rewritten one would show
+    config.write_text(json.dumps(json.loads(config.read_text()), separators=(",", ":")))
     toy_tokenizer().save_pretrained(folder / "base")
     peft_adapter(folder / "adapter", model.float(), target_modules=["q_proj", "down_proj"])
     return folder / "base", folder / "adapter"
@@ -210,7 +212,7 @@ def test_a_merged_folder_is_a_plain_model_with_the_planners_logits(tmp_path, cap
 def test_a_bf16_model_is_merged_in_fp32_and_written_in_bf16_also_on_a_cpu(tmp_path, capsys):
     """Each weight is the nearest bf16 number to W + 8/4 B A, which fp64 finds here."""
     base, adapter = base_and_adapter(tmp_path, dtype=torch.bfloat16)
-    (base / "generation_config.json").write_text('{"eos_token_id": 3, "temperature": 0.5}')
+    (base / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
     assert merge(base, adapter, tmp_path / "merged") == 0
     assert "bfloat16 rounds away" in capsys.readouterr().out
     old, low = load_file(base / "model.safetensors"), load_file(adapter / WEIGHTS)
@@ -264,3 +266,37 @@ def test_a_base_from_the_hub_gives_its_tokenizer_from_the_cache(tmp_path):
             assert (tmp_path / "merged" / file.name).read_bytes() == file.read_bytes()
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert "someone" not in json.dumps(config)
+
+
+# ------------------------------------------------------------------- one question, as in the run
+
+
+def test_one_question_is_asked_with_the_runs_model_tools_and_limits(tmp_path, capsys, monkeypatch):
+    """Of the run: two tools, offline, replies of 5 and 7 tokens. A flag that is given counts."""
+    made = agentflow.load_backbone("builtin", "cpu", lora_r=4)
+    made.save_adapter(tmp_path / "checkpoint-1")
+    run = {
+        "model": "builtin", "tools": "Library_Search_Tool,Python_Coder_Tool", "offline": True,
+        "corpus": "builtin", "max_turns": 1, "max_completion_length": 5, "max_frozen_length": 7,
+        "max_prompt_length": 900, "eval_temperature": 0.0, "temperature": 1.0, "device": "cuda",
+    }  # fmt: skip
+    (tmp_path / "run_config.json").write_text(json.dumps(run))
+    seen = {}
+
+    def spy(questions, group_size, backbone, tools, limits, sampling, *rest, **more):
+        seen.update(tools=tools, limits=limits, sampling=sampling)
+        return roll_out(questions, group_size, backbone, tools, limits, sampling, *rest, **more)
+
+    roll_out = agentflow.roll_out
+    monkeypatch.setattr(agentflow, "roll_out", spy)
+    asked = ["What is 2 times 3?", "--adapter", str(tmp_path / "checkpoint-1"), "--device", "cpu"]
+    assert agentflow.main(asked) == 0
+    assert [tool.name for tool in seen["tools"]] == ["Python_Coder_Tool", "Library_Search_Tool"]
+    assert seen["sampling"] == agentflow.Sampling(0.0, 5, 7)
+    assert (seen["limits"].max_turns, seen["limits"].max_prompt_length) == (1, 900)
+    assert agentflow.main([*asked, "--max_frozen_length", "9"]) == 0
+    assert seen["sampling"] == agentflow.Sampling(0.0, 5, 9)
+    assert "Question: What is 2 times 3?" in capsys.readouterr().out
+    (tmp_path / "run_config.json").write_text("{}")
+    assert agentflow.main(asked) == 2
+    assert "run_config.json is damaged" in capsys.readouterr().err
