@@ -43,6 +43,7 @@ import requests
 import torch
 import torch.nn.functional as F
 import transformers
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -87,6 +88,19 @@ from tools import (
 ATTENTION = "agentflow"  # the name under which Hugging Face's layers find our attention function
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # PEFT's names
 FULL_WEIGHTS = "model"  # a fully trained planner's folder in a checkpoint
+# With these values a LoRA configuration of PEFT's is y = W x + alpha / r * B A x, whatever else it
+# says; other ways to start would have changed W.
+PLAIN_LORA = {"peft_type": ("LORA",), "bias": ("none",),
+              "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", "mica")}
+# And these must not be there, or be empty.
+MORE_THAN_LORA = (
+    "use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias",
+    "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
+    "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config",
+)  # fmt: skip
+# What a merged model takes over from its base, byte for byte.
+BASE_FILES = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
+              "added_tokens.json", "chat_template*", "vocab*", "merges.txt", "LICENSE*")
 BUILTIN = Path(__file__).parent / "data" / "backbone"
 WORKERS = 64             # blocking jobs at a time
 PREFILL_TOKENS = 2_048   # padded tokens of one prefill pass: full speed, rows of similar length
@@ -1112,8 +1126,7 @@ class Backbone:
     def adapter_state(self) -> dict[str, torch.Tensor]:
         """The adapter under PEFT's names, fp32, on the CPU: each layer's A (r, in), B (out, r)."""
         return {
-            f"base_model.model.{path}.lora_{part}.weight":
-                getattr(lora, part).detach().float().cpu().clone()
+            tensor_name(path, part): getattr(lora, part).detach().float().cpu().clone()
             for path, lora in self.lora.items() for part in "AB"
         }
 
@@ -1134,38 +1147,29 @@ class Backbone:
             os.replace(folder / f"{name}.part", folder / name)
 
     def load_adapter(self, folder: str | Path) -> None:
-        """Read an adapter that `save_adapter` or PEFT wrote. Raises ValueError for one that is
-        missing, damaged, or was made for another rank or another model."""
-        config_file, weights_file = (Path(folder) / name for name in ADAPTER_FILES)
-        for file in (config_file, weights_file):
-            if not file.is_file():
-                raise ValueError(f"There is no adapter in {folder}: {file.name} is missing. Give a "
-                                 "run's output folder, or one of its checkpoint folders.")
-        try:
-            config, new = json.loads(config_file.read_text()), load_file(weights_file)
-        except (ValueError, SafetensorError) as error:
-            raise ValueError(f"The adapter in {folder} is damaged: {error}") from error
-        if not isinstance(config, dict) or not isinstance(config.get("lora_alpha"), (int, float)):
-            raise ValueError(f"The adapter in {folder} is damaged: no lora_alpha in {config_file}.")
+        """Read an adapter that `save_adapter` or PEFT wrote, for all our layers or for some. Raises
+        ValueError for one that is missing, damaged, more than plain LoRA, or was made for another
+        rank or another model."""
+        config, new = read_adapter(folder)
         if config.get("r") != self.lora_r:
             raise ValueError(f"The adapter in {folder} has rank {config.get('r')}, the planner "
                              f"here {self.lora_r}: start with --lora_r {config.get('r')}.")
-        if not all(bool(x.isfinite().all()) for x in new.values()):
-            raise ValueError(f"The adapter in {folder} holds values that are no numbers.")
-        if config.get("use_rslora") or config.get("use_dora"):
-            raise ValueError(f"The adapter in {folder} is no plain LoRA (use_rslora or use_dora).")
         have, got = ({name: tuple(x.shape) for name, x in state.items()}
                      for state in (self.adapter_state(), new))
-        if have != got:
-            name = min(name for name in {*have, *got} if have.get(name) != got.get(name))
-            raise ValueError(f"The adapter in {folder} was made for another model: {name} is "
-                             f"{got.get(name)} there and {have.get(name)} here. Give its --model.")
+        must = {tensor_name(path, part) for path in targeted(config, self.lora) for part in "AB"}
+        wrong = [name for name in {*must, *got} if have.get(name) != got.get(name)]
+        if wrong:
+            name = min(wrong)
+            raise ValueError(f"The adapter in {folder} was made for another model, or for more "
+                             f"than the linear layers of its blocks: {name} is {got.get(name)} "
+                             f"there and {have.get(name)} here. Give its --model.")
         self.lora_alpha = config["lora_alpha"]
         for path, lora in self.lora.items():
             lora.scale = self.lora_alpha / self.lora_r
+            lora.B.data.zero_()  # a layer that the adapter leaves out is the bare layer
             for part in "AB":
-                name = f"base_model.model.{path}.lora_{part}.weight"
-                getattr(lora, part).data.copy_(new[name])
+                if (name := tensor_name(path, part)) in new:
+                    getattr(lora, part).data.copy_(new[name])
         self.adapter_changed()
 
     def save_planner(self, folder: str | Path) -> None:
@@ -1199,6 +1203,28 @@ class Backbone:
         if left:
             raise ValueError(f"{place} lacks weights of this model, {min(left)} among them.")
         self.adapter_changed()
+
+    @torch.no_grad()
+    def merge_adapter(self) -> float:
+        """Put the adapter into the weights, W + scale * B A in fp32, each cast to its own dtype.
+
+        Then `model` is a plain Hugging Face model, and every module is written by the planner's
+        weights. Returns how far the casting moved the weights, as a share of what the adapter adds:
+        0 in fp32; in bf16 a small change is lost where it is less than half a step of a large W.
+        """
+        lost = added = 0.0  # squares
+        for path, lora in self.lora.items():
+            change = lora.scale * (lora.B @ lora.A)  # (out, in)
+            exact = lora.base.weight.float() + change
+            lora.base.weight.copy_(exact)
+            lost += (lora.base.weight - exact).square().sum().item()
+            added += change.square().sum().item()
+            parent, name = path.rsplit(".", 1)
+            setattr(self.model.get_submodule(parent), name, lora.base)
+        self.lora = {}
+        self.clear()
+        self._heads.clear()
+        return math.sqrt(lost / added) if added else 0.0
 
     def _stop_ids(self) -> list[int]:
         """Every id that ends a reply: the tokenizer's, and all that the model's settings name."""
@@ -1660,8 +1686,9 @@ def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_al
     """A backbone by name: "builtin", "smollm2", a local Hugging Face folder, a hub name, or
     config:NAME for random weights of a known shape.
 
-    device: "auto" takes CUDA, then Apple's MPS, then the CPU. dtype: fp32 on a CPU, else bf16.
-    The rest is `Backbone`'s. Raises ValueError, with what to do, where there is no such model.
+    device: "auto" takes CUDA, then Apple's MPS, then the CPU. dtype: fp32 on a CPU, else bf16;
+    "auto": as the model's own files say. The rest is `Backbone`'s. Raises ValueError, with what to
+    do, where there is no such model.
     """
     device = find_device(device)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -1712,6 +1739,94 @@ def check_chat(backbone: Backbone, model: str) -> None:
     if not ("Be brief." in shown and "Why 42?" in shown):
         raise ValueError(f"The tokenizer or the chat template of {model} loses what it is given: "
                          "download it again, tokenizer.json included.")
+
+
+# ------------------------------------------------------------------------------------------------
+# Adapters and merged models: files that PEFT, transformers and vLLM share with us
+# ------------------------------------------------------------------------------------------------
+
+def tensor_name(path: str, part: str) -> str:
+    """PEFT's name of a layer's A (r, in) or B (out, r)."""
+    return f"base_model.model.{path}.lora_{part}.weight"
+
+
+def read_adapter(folder: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """The configuration and the tensors of a saved adapter. Raises ValueError where they are
+    missing or damaged, or where they are more than plain LoRA."""
+    config_file, weights_file = (Path(folder) / name for name in ADAPTER_FILES)
+    if not weights_file.is_file() and weights_file.with_suffix(".bin").is_file():
+        raise ValueError(f"The adapter in {folder} is a pickle, {weights_file.stem}.bin, which can "
+                         "run programs when it is read: save it as safetensors (PEFT's "
+                         "save_pretrained does by default).")
+    for file in (config_file, weights_file):
+        if not file.is_file():
+            raise ValueError(f"There is no adapter in {folder}: {file.name} is missing. Give a "
+                             "run's output folder, or one of its checkpoint folders.")
+    try:
+        config, tensors = json.loads(config_file.read_text()), load_file(weights_file)
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"The adapter in {folder} is damaged: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("lora_alpha"), (int, float)):
+        raise ValueError(f"The adapter in {folder} is damaged: no lora_alpha in {config_file}.")
+    wrong = [name for name, plain in PLAIN_LORA.items() if config.get(name, plain[0]) not in plain]
+    wrong += [name for name in MORE_THAN_LORA if config.get(name)]
+    if wrong:
+        raise ValueError(f"The adapter in {folder} is more than plain LoRA: {wrong[0]} is "
+                         f"{config[wrong[0]]!r}. Merge it with PEFT (merge_and_unload), and give "
+                         "the merged folder as --model.")
+    if not all(bool(x.isfinite().all()) for x in tensors.values()):
+        raise ValueError(f"The adapter in {folder} holds values that are no numbers.")
+    return config, tensors
+
+
+def targeted(config: dict, paths: Iterable[str]) -> list[str]:
+    """The layers that an adapter says it has: those by whose names `target_modules` lists end.
+
+    None, and then its tensors say which, where the rule is a pattern or "all-linear" (a string) or
+    picks among the blocks.
+    """
+    targets = config.get("target_modules") or []
+    if isinstance(targets, str) or config.get("layers_to_transform") is not None \
+            or config.get("exclude_modules"):
+        return []
+    return [path for path in paths if any(f".{path}".endswith(f".{name}") for name in targets)]
+
+
+def free_folder(name: str | Path) -> Path:
+    """The folder to be made. Raises ValueError where something is there already."""
+    folder = Path(name).expanduser()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already: choose a new folder.")
+    return folder
+
+
+def save_merged(backbone: Backbone, name: str | Path) -> float:
+    """Write backbone and adapter as one plain Hugging Face folder; see `merge_adapter`, which this
+    calls and whose number it returns.
+
+    The weights are new; configuration and tokenizer are the base's own files, so that nothing of
+    how they were used here (attention, precision, templates) can get into them. Written beside its
+    place and renamed. Raises ValueError where the folder is not free.
+    """
+    folder = free_folder(name)
+    base = backbone.model.config._name_or_path
+    if not Path(base).is_dir():  # a hub name; what has just been loaded is in its cache
+        base = snapshot_download(base, allow_patterns=list(BASE_FILES))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
+        part = Path(beside) / "model"
+        rounding = backbone.merge_adapter()
+        # Some models' generation settings can be read, but are refused when they are written.
+        backbone.model.generation_config = transformers.GenerationConfig()
+        backbone.model.save_pretrained(part)
+        (part / "generation_config.json").unlink()
+        for file in (file for pattern in BASE_FILES for file in Path(base).glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, part / file.name)
+        if folder.exists():
+            folder.rmdir()
+        part.rename(folder)
+    return rounding
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1823,7 +1938,7 @@ def sampling_of(config, temperature: float) -> Sampling:
 
 LEAST = {
     "max_turns": 1, "max_completion_length": 1, "max_frozen_length": 1, "max_prompt_length": 1,
-    "eval_questions": 0, "lora_r": 1, "lora_alpha": 1, "temperature": 0, "eval_temperature": 0,
+    "eval_questions": 0, "lora_r": 0, "lora_alpha": 1, "temperature": 0, "eval_temperature": 0,
     "seed": -(2**63),
 }  # fmt: skip
 
@@ -1926,12 +2041,35 @@ class AskConfig(ToolFlags):
 
     # One question, answered by which model
     question: str = "What is 23 times the atomic number of the element Iron?"  # what to answer
-    adapter: str = ""  # a run folder or checkpoint with an adapter; default: the untrained planner
+    adapter: str = ""  # a run folder or checkpoint: asked with its run's model, tools and limits
     model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
     device: str = "auto"  # auto | cpu | cuda | mps
     max_turns: int = 3  # T_max
     temperature: float = 0.7  # of the planner; the frozen modules are greedy
+    max_completion_length: int = 256  # tokens of one planner reply
+    max_frozen_length: int = 256  # tokens of one reply of a frozen module
+    max_prompt_length: int = 32768  # tokens, or what the model's context leaves for a prompt
     seed: int = 0  # of the sampling
+
+
+def asked_as_in_run(adapter: str) -> dict:
+    """Model, tools and limits of the run that trained an adapter, from run_config.json in its
+    folder or the one above: asked otherwise, it would not be the planner that was measured."""
+    for folder in (Path(adapter), Path(adapter).parent):
+        path = folder / "run_config.json"
+        if not path.is_file():
+            continue
+        try:
+            run = json.loads(path.read_text(encoding="utf-8"))
+            types = {entry.name: type(entry.default) for entry in dataclasses.fields(AskConfig)}
+            names = types.keys() - {"adapter", "offline", "temperature", "device", "seed"}
+            settings = {name: types[name](run[name]) for name in names if name in run}
+            return {**settings, "offline": run["offline"],
+                    "temperature": float(run["eval_temperature"])}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). Restore it, or "
+                             "move the adapter elsewhere.") from error
+    return {}
 
 
 def describe(rollout: Rollout) -> str:
@@ -1952,6 +2090,9 @@ def describe(rollout: Rollout) -> str:
 def main(arguments: list[str] | None = None) -> int:
     config = parse_flags(AskConfig, arguments, __doc__, positional="question")
     try:
+        if config.adapter:  # read again: the flags that are not given are the run's
+            defaults = asked_as_in_run(config.adapter)
+            config = parse_flags(AskConfig, arguments, __doc__, defaults, positional="question")
         check_ranges(config)
         if not config.question.strip():
             raise ValueError("The question is empty.")
@@ -1959,9 +2100,8 @@ def main(arguments: list[str] | None = None) -> int:
         backbone = load_backbone(config.model, config.device, **adapter_settings(config.adapter))
         if config.adapter:
             backbone.load_planner(config.adapter)
-        sampling = Sampling(config.temperature)
-        room = backbone.limit - max(sampling.max_completion_length, sampling.max_frozen_length)
-        limits = Limits(config.max_turns, room, backbone.prompt_length)
+        sampling = sampling_of(config, config.temperature)
+        limits = limits_of(config, backbone)
         (rollout,) = roll_out(
             [config.question], 1, backbone, tools, limits, sampling, config.seed, step=-1
         )

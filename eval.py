@@ -2410,6 +2410,7 @@ class EvalConfig(agentflow.ToolFlags):
     rescore: bool = False  # score the answers in --output_dir again, without asking the model
     compare: str = ""  # FIRST,SECOND: two result folders, question by question
     json: str = ""  # write the same numbers, and every item, to this file
+    merge_to: str = ""  # measure nothing: write --model with --adapter in its weights to a folder
 
 
 def settings_of_run(adapter: str) -> dict:
@@ -2465,7 +2466,8 @@ def same_file(one: str, other: str | None) -> bool:
 
 CONFIG_FILE, RESULTS_FILE = "eval_config.json", "results.jsonl"
 SCORING_FLAGS = ("reward", "judge", "judge_model")
-FREE_ON_RESUME = {"output_dir", "resume", "rescore", "compare", "json", "device", "no_cache"}
+FREE_ON_RESUME = {"output_dir", "resume", "rescore", "compare", "json", "device", "no_cache",
+                  "merge_to"}
 
 
 class Results:
@@ -2742,6 +2744,34 @@ def rescore(config: EvalConfig) -> int:
     return 0
 
 
+def merge(config: EvalConfig) -> int:
+    """Write a trained planner as a model of its own, for programs that know no adapters."""
+    if not config.adapter or config.url:
+        raise ValueError("--merge_to merges --adapter RUN into --model: name both, and no --url.")
+    if not config.lora_r:
+        place = agentflow.planner_folder(config.adapter) / agentflow.FULL_WEIGHTS
+        raise ValueError(f"There is nothing to merge, all weights were trained: use {place}.")
+    agentflow.free_folder(config.merge_to)  # better refused now than after loading
+    backbone = agentflow.load_backbone(
+        config.model, config.device, "auto", config.lora_r, config.lora_alpha
+    )
+    backbone.load_adapter(config.adapter)
+    rounding = agentflow.save_merged(backbone, config.merge_to)
+    dtype = str(backbone.dtype).removeprefix("torch.")
+    print(
+        f"merged: {config.merge_to} ({dtype}: {config.model} with the adapter in {config.adapter})"
+    )
+    if rounding:
+        print(f"{dtype} rounds away {rounding:.1%} of what the adapter adds to the weights.")
+    print(
+        f"use it: --model {config.merge_to} here, AutoModelForCausalLM.from_pretrained, or "
+        f"vllm serve {config.merge_to}\n"
+        "note: there the planner's weights write for all modules of a server or a command. The "
+        f"frozen modules, with which it was trained, need the unmerged {config.model} beside it."
+    )
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--adapter", default="")  # looked at first: they give the defaults
@@ -2774,6 +2804,8 @@ def main(arguments: list[str] | None = None) -> int:
                 if first != second:
                     print(f"note: they differ in --{name}: {first!r} and {second!r}.")
             return 0
+        if config.merge_to:
+            return merge(config)
         return rescore(config) if config.rescore else run(config, of_run)
     except (ValueError, OSError, FloatingPointError) as error:
         return agentflow.fail(error)

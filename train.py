@@ -1220,7 +1220,7 @@ def train(t: Training) -> dict:
 SHOW_EVERY = 20  # steps between two roll-outs in the terminal
 TURN_LABELS = 32  # tokens of a turn's labels, tool name, error and verdict in the memory
 LEAST = {
-    **agentflow.LEAST, "lora_r": 0, "slots": 1, "keep": 0, "num_questions": 1, "max_steps": 0,
+    **agentflow.LEAST, "slots": 1, "keep": 0, "num_questions": 1, "max_steps": 0,
     "num_iterations": 1, "save_steps": 1, "micro_batch_tokens": 1, "eval_steps": 0,
     "log_rollouts": 0, "learning_rate": 0, "beta": 0, "epsilon": 0, "epsilon_high": 0,
     "data_questions": 0,
