@@ -618,6 +618,262 @@ def curve(values: list[float], width: int = 60, height: int = 8) -> str:
     return "\n".join([*lines, f"     +{'-' * count}", f"      reward, steps 1 to {len(values)}"])
 
 
+# --- Alarms ------------------------------------------------------------------------------------
+
+
+WINDOW = 5  # steps of a mean: the first ones are a run's start, the last ones its present
+
+
+def alarms(history: list[dict], fp32: bool, rollouts: int) -> dict[str, str]:
+    """name -> a sentence with the remedy, for whatever in a run needs its owner.
+
+    history: the rows of metrics.jsonl, the present step's last; a metric may be None or missing.
+    fp32: are the weights fp32, so that sampler and scorer differ by rounding alone?
+    rollouts: R, of each step. A mean over some steps decides, or a bound that no healthy step
+    comes near: a single odd step is no alarm. README's "Alarms" has them in a table.
+    """
+    return {**learning_alarms(history, fp32), **flow_alarms(history, rollouts)}
+
+
+def known(history: list[dict], name: str) -> list[float]:
+    """A metric's values, oldest first, without the steps that did not measure it."""
+    values = [row.get(name) for row in history]
+    return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+
+
+def start_and_present(history: list[dict], name: str) -> tuple[float, float] | None:
+    """A metric's means over a run's first and last steps; None while these are the same steps."""
+    values = known(history, name)
+    if len(values) < 2 * WINDOW:
+        return None
+    return mean(values[:WINDOW]), mean(values[-WINDOW:])
+
+
+def learning_alarms(history: list[dict], fp32: bool) -> dict[str, str]:
+    """Is anything learnt, and does it hold? For `alarms`, from rewards, policy and adapter."""
+    found = {}
+    # The median of the steps before, not their mean: one odd step must not raise it. Two steps
+    # running: in a healthy run one alone can be at ten times the median. A whole nat a token is
+    # too far from the start at any time; a much too high learning rate is there in two steps.
+    kl = known(history, "kl")
+    earlier, jumped = sorted(kl[-2 * WINDOW - 2 : -2]), min(kl[-2:], default=0.0)
+    usual = earlier[len(earlier) // 2] if len(earlier) >= WINDOW else math.inf
+    if len(kl) >= 2 and jumped > min(1.0, max(0.1, 10 * usual)):
+        found["kl"] = (
+            f"kl is {jumped:.3g} and more for two steps: the planner runs away from its start. "
+            "Begin again with a lower --learning_rate or a higher --beta."
+        )
+    flat = mean(known(history, "frac_reward_zero_std")[-2 * WINDOW :])
+    reward = mean(known(history, "reward")[-2 * WINDOW :])
+    if len(history) >= WINDOW and flat > 0.5:
+        if "kl" in found:
+            remedy = "The planner ran away: see kl."
+        elif reward > 0.75:
+            remedy = "These questions are learnt: stop, or give harder ones with --data."
+        elif reward < 0.25:
+            remedy = "Give easier questions with --data, or raise --num_generations, --temperature."
+        else:
+            remedy = "Most are always right or never: raise --num_generations or --temperature."
+        found["flat"] = (
+            f"{flat:.0%} of the groups had equal rewards, {reward:.2f} on the mean. {remedy}"
+        )
+    gap = known(history, "sampling/sampling_logp_difference/mean")[-1:]
+    if gap and gap[0] > (1e-4 if fp32 else 0.05):
+        found["gap"] = (
+            f"sampler and scorer differ by {gap[0]:.2g} a token, more than "
+            f"{'fp32' if fp32 else 'bf16'} rounds: the update is of another policy than the one "
+            "that was sampled. Stop, run the tests, and compare with --device cpu."
+        )
+    entropy = start_and_present(history, "entropy")
+    if entropy and entropy[1] < entropy[0] / 10 and reward < 0.9:
+        found["entropy"] = (
+            f"the planner's entropy fell from {entropy[0]:.2g} to {entropy[1]:.2g}: it has stopped "
+            "to try anything else. Lower --learning_rate, or raise --beta or --temperature."
+        )
+    return {**found, **training_alarms(history, fp32)}
+
+
+def training_alarms(history: list[dict], fp32: bool) -> dict[str, str]:
+    """Is it really training? By the adapter's size, and by one right answer of each step."""
+    found = {}
+    norms = [row.get("adapter/delta_norm") for row in history[-4:]]
+    spread = [share < 1 for share in known(history[-3:], "frac_reward_zero_std")]
+    if len(norms) == 4 and None not in norms and spread == [True] * 3:
+        if all(math.isclose(norm, norms[0], rel_tol=1e-7) for norm in norms):
+            rate = history[-1].get("learning_rate")
+            found["unchanged"] = (
+                f"the adapter has been at {norms[0]:.4g} for 3 steps, although rewards differed: "
+                + ("set --learning_rate, it is 0." if rate == 0 else "raise --learning_rate.")
+            )
+    probed = [row for row in history if known([row], "probe/logp_before")]
+    probed = [row for row in probed if known([row], "probe/logp_after")][-2 * WINDOW :]
+    if len(probed) == 2 * WINDOW:
+        changes = [row["probe/logp_after"] - row["probe/logp_before"] for row in probed]
+        # Rounding alone moves a row's sum by about this much: a gap a token, in bf16 large.
+        gap = mean(known(probed, "sampling/sampling_logp_difference/mean"))
+        noise = gap * mean(known(probed, "completions/mean_length"))
+        # A healthy run has falls too, once right answers are likely anyway: small and in between.
+        falls = sum(changes) < -0.5 * sum(map(abs, changes)) and mean(changes) < -max(0.05, noise)
+        if falls or (fp32 and mean([abs(change) for change in changes]) <= 10 * noise):
+            found["probe"] = (
+                f"over {len(probed)} steps an update changed the log-prob of a right answer by "
+                f"{mean(changes):.2g} nats on the mean, and should raise it. "
+                + ("Lower" if falls else "Raise")
+                + " --learning_rate."
+            )
+    return found
+
+
+def flow_alarms(history: list[dict], rollouts: int) -> dict[str, str]:
+    """Do roll-outs still do what they should? For `alarms`, from replies, tools and servers."""
+    found = {}
+    clipped = known(history, "completions/clipped_ratio")[-WINDOW:]
+    if len(clipped) >= 3 and mean(clipped) > 0.25:
+        found["clipped"] = (
+            f"{mean(clipped):.0%} of the planner's replies were cut at the limit, and what a plan "
+            "ends with is lost. Raise --max_completion_length."
+        )
+    length = start_and_present(history, "completions/mean_length")
+    if length and not length[0] / 2 < length[1] < 2 * length[0]:
+        found["length"] = (
+            f"planner replies went from {length[0]:.0f} to {length[1]:.0f} tokens. If the reward "
+            "did not rise with it, lower --learning_rate or raise --beta."
+        )
+    errors = known(history, "tools/failure_frequency")
+    if len(errors) >= 2 * WINDOW:
+        # Against the best five steps so far: an alarm that stays while the errors stay.
+        ends = range(WINDOW, len(errors) - WINDOW + 1)
+        best, now = min(mean(errors[end - WINDOW : end]) for end in ends), mean(errors[-WINDOW:])
+        if now > best + 0.15:
+            kinds = {name for row in history[-WINDOW:] for name in row if "tools/errors/" in name}
+            most = max(kinds, key=lambda name: sum(known(history[-WINDOW:], name)), default="")
+            found["tool_errors"] = (
+                f"{now:.0%} of the tool calls fail, at best it was {best:.0%}; most are "
+                f"`{most.rpartition('/')[2]}`. Read some in rollouts/; if it is the planner's "
+                "doing and no server's, lower --learning_rate or raise --beta."
+            )
+    calls = start_and_present(history, "tools/call_frequency")
+    reward = start_and_present(history, "reward")
+    if calls and reward and calls[1] < calls[0] / 2 and reward[1] < reward[0] + 0.05:
+        found["tool_use"] = (
+            f"tool calls a roll-out fell from {calls[0]:.2f} to {calls[1]:.2f}, and the reward did "
+            "not rise with it. Read in rollouts/ whether plans are still readable; lower "
+            "--learning_rate or raise --beta."
+        )
+    failed = known(history[-1:], "rollouts/failed")
+    if failed and failed[0] > rollouts / 10:
+        found["failed"] = (
+            f"{failed[0]:.0f} of {rollouts} roll-outs have no reward and teach nothing: a server "
+            "does not answer. Check --judge and --frozen_url."
+        )
+    return found
+
+
+def sound_alarms(run: Run, metrics: dict, fp32: bool) -> list[str]:
+    """Notes the present step's alarms in its row, as `alarms`; returns a line for each new one.
+
+    An alarm is said once, and again only when it was away for WINDOW steps: a mean that wavers at
+    its bound is one alarm. A function of the rows alone, so that a resumed run says what one that
+    never stopped would.
+    """
+    before, rollouts = run.metrics(), run.config.num_questions * run.config.num_generations
+    now = alarms([*before, metrics], fp32, rollouts)
+    said = set()
+    for end in range(max(0, len(before) - WINDOW) + 1, len(before) + 1):
+        said |= alarms(before[:end], fp32, rollouts).keys()
+    metrics["alarms"] = list(now)
+    return [f"  ! {name}: {text}" for name, text in now.items() if name not in said]
+
+
+def probe_row(rows: list[Row]) -> Row | None:
+    """One right answer of a step: the first row of the highest advantage; None if all are flat."""
+    best = max(rows, key=lambda row: row.advantage, default=None)
+    return best if best is not None and best.advantage > 0 else None
+
+
+def probe(backbone, rows: list[Row], config: Config) -> dict[str, float | None]:
+    """Is it really training? The log-prob of one right answer before and after the update.
+
+    In nats, summed over the answer's tokens, at the temperature of sampling. Before: the sampler's
+    own; after: a forward of that one row, without gradient and without a random number. One update
+    serves all rows, with the momentum of those before it: early in a run it nearly always raises
+    the probe, later, when right answers are likely anyway, about every second time.
+    """
+    row = probe_row(rows)
+    if row is None:
+        return {"probe/logp_before": None, "probe/logp_after": None}
+    with torch.no_grad():
+        logp, _ = score_rows(backbone, [row], config.temperature, gate=1)  # (1, L)
+    return {"probe/logp_before": sum(row.logp_old), "probe/logp_after": logp.sum().item()}
+
+
+# --- Reporting elsewhere -----------------------------------------------------------------------
+
+TRACKERS = ("tensorboard", "trackio", "wandb")  # each the name of its package too
+
+
+def check_report_to(name: str) -> None:
+    """Raises ValueError for a tracker that is unknown or not installed."""
+    if name not in ("none", *TRACKERS):
+        raise ValueError(f"--report_to is none, {', '.join(TRACKERS)}; not {name}.")
+    if name != "none" and importlib.util.find_spec(name) is None:
+        raise ValueError(f"--report_to {name} needs the package {name}: pip install {name}")
+
+
+class Tracker:
+    """--report_to: the numbers of metrics.jsonl, passed on to a tracker while the run goes on.
+
+    None of these packages is needed, so each is imported here alone. The run does not hang on its
+    tracker: what that raises later is said once, and nothing more is passed on.
+    Raises ValueError where it cannot be opened.
+    """
+
+    def __init__(self, name: str, folder: Path, settings: dict) -> None:
+        self.name, self.writer = name, None
+        try:
+            if name == "tensorboard":
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.writer = SummaryWriter(str(folder))
+            elif name != "none":
+                self.writer = importlib.import_module(name)
+                self.writer.init(
+                    project="agentflow", name=folder.resolve().name, config=settings
+                )
+        except Exception as error:  # whatever a foreign package raises: no login, no server
+            raise ValueError(
+                f"--report_to {name} cannot be opened ({type(error).__name__}: {error}). Set it "
+                "up as its own pages say, or leave the flag out."
+            ) from error
+
+    def log(self, metrics: dict) -> None:
+        """A step's row; names and nulls in it stay in metrics.jsonl alone."""
+        numbers = {name: values[0] for name in metrics if (values := known([metrics], name))}
+        step = numbers.pop("step")
+        if self.name == "tensorboard":
+            for name, value in numbers.items():
+                self._pass_on("add_scalar", name, value, step)
+        else:
+            self._pass_on("log", numbers, step=step)
+
+    def close(self) -> None:
+        self._pass_on("close" if self.name == "tensorboard" else "finish")
+        self.writer = None
+
+    def _pass_on(self, method: str, *arguments, **options) -> None:
+        if self.writer is None:
+            return
+        try:
+            getattr(self.writer, method)(*arguments, **options)
+        except Exception as error:  # as above; the run's own files have every number
+            self.writer = None
+            print(
+                f"--report_to {self.name} is switched off: {type(error).__name__}: {error}. The "
+                "run goes on, and metrics.jsonl has every step.",
+                file=sys.stderr,
+            )
+
+
 def head_name(system: str) -> str:
     return hashlib.sha256(system.encode()).hexdigest()[:8]
 
@@ -726,6 +982,7 @@ class Run:
     def __init__(self, config: Config, questions: list, held_out: list, writes=True) -> None:
         self.folder = Path(config.output_dir or time.strftime("runs/%Y-%m-%d-%H%M%S"))
         self.config, self.writes, self.logged = config, writes, 0
+        self.tracker = Tracker("none", self.folder, {})
         if not writes:
             return
         self.description = {
@@ -745,11 +1002,13 @@ class Run:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = agentflow.lock_folder(self.folder)
+        self.tracker = Tracker(config.report_to, self.folder, dataclasses.asdict(config))
         write_json(path, self.description)
         (self.folder / "rollouts").mkdir(exist_ok=True)
 
     def close(self) -> None:
         """Lets others use the folder."""
+        self.tracker.close()
         if self.writes:
             self.lock.close()
 
@@ -1017,6 +1276,7 @@ def train_step(t: Training, step: int) -> tuple[dict, list, dict]:
     rows, advantages = make_rows(rollouts, rewards, group_ids)
     t.torn = False
     report = update(t.backbone, t.optimizer, rows, config, t.team, lambda: setattr(t, "torn", True))
+    probed = probe(t.backbone, rows, config)
     trained = time.perf_counter()
     # 4. Log
     seconds = {
@@ -1026,6 +1286,7 @@ def train_step(t: Training, step: int) -> tuple[dict, list, dict]:
         "time/score": scored - rolled,
         "time/train": trained - scored,
         "adapter/delta_norm": t.backbone.adapter_norm(),
+        **probed,
     }
     metrics = step_metrics(rollouts, rewards, group_ids, report, rows, config, seconds)
     records = rollout_records(t, step, asked, rollouts, rows, rewards.tolist(), advantages.tolist())
@@ -1168,8 +1429,10 @@ def take_steps(t: Training, done: int) -> int:
         for step in range(done + 1, config.max_steps + 1):
             finished = train_step(t, step)
             done = step
+            news = sound_alarms(t.run, finished[0], t.backbone.dtype == torch.float32)
             commit(t, finished, save=step % config.save_steps == 0)
-            print(step_line(finished[0], config.num_questions), flush=True)
+            print(step_line(finished[0], config.num_questions), *news, sep="\n", flush=True)
+            t.run.tracker.log(finished[0])
             measure_step(t, step)
     finally:  # Ctrl-C, a full disk, a gradient that is no number: nothing is lost
         t.interrupt.hold()
@@ -1287,6 +1550,7 @@ def check_config(config: Config) -> None:
             "question with each other (Eq. 7), and one alone teaches nothing."
         )
     agentflow.check_ranges(config, LEAST)
+    check_report_to(config.report_to)
     if config.temperature == 0:
         raise ValueError("--temperature must be above 0: without sampling all roll-outs are equal.")
 

@@ -90,6 +90,7 @@ def test_metrics_are_a_flat_line_a_step_under_trls_names_and_without_nan(finishe
     text = (finished_run / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
     for row in rows:
+        assert all(isinstance(name, str) for name in row.pop("alarms"))
         assert all(not isinstance(value, (dict, list)) for value in row.values())
         assert {
             "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "loss", "grad_norm",
