@@ -49,7 +49,9 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     AutoTokenizer,
+    LlamaConfig,
     PreTrainedTokenizerFast,
+    Qwen2Config,
 )
 
 import flow_grpo
@@ -1464,15 +1466,77 @@ def find_device(name: str | torch.device) -> torch.device:
     return torch.device(name)
 
 
+# ------------------------------------------------------------------------------------------------
+# Known shapes: what a model is like, without its weights
+# ------------------------------------------------------------------------------------------------
+
+RANDOM = "config:"  # before a name of CONFIGS: that shape with random weights, nothing is loaded
+
+
+def qwen2_5(hidden, intermediate, layers, heads, kv_heads, vocabulary=151_936, tied=True):
+    """Qwen2.5-Instruct of a size, by its published config.json."""
+    return Qwen2Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        max_position_embeddings=32_768, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+CONFIGS = {
+    "tiny": LlamaConfig(vocab_size=4096, hidden_size=64, intermediate_size=128,
+                        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                        max_position_embeddings=4096, tie_word_embeddings=True),
+    "SmolLM2-135M-Instruct": LlamaConfig(
+        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192,
+        rope_theta=1e5, rms_norm_eps=1e-5, tie_word_embeddings=True),
+    "Qwen2.5-0.5B-Instruct": qwen2_5(896, 4864, 24, 14, 2),
+    "Qwen2.5-1.5B-Instruct": qwen2_5(1536, 8960, 28, 12, 2),
+    "Qwen2.5-3B-Instruct": qwen2_5(2048, 11_008, 36, 16, 2),
+    "Qwen2.5-7B-Instruct": qwen2_5(3584, 18_944, 28, 28, 4, vocabulary=152_064, tied=False),
+}  # fmt: skip
+
+
+def known_config(name: str):
+    """The configuration of CONFIGS that NAME, config:NAME or OWNER/NAME names; None: not known."""
+    found = CONFIGS.get(name.removeprefix(RANDOM).split("/")[-1])
+    return copy.deepcopy(found)  # a model writes into its configuration
+
+
+def random_model(config, device="cpu", dtype=torch.float32):
+    """A model of this configuration with random weights, made on the device in its precision: a 7B
+    in bf16 never takes more than its 15 GB, and nothing of it in the host's memory."""
+    torch.manual_seed(0)  # the same ones each time: an adapter finds the model that it belongs to
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, **dtype_option(dtype))
+
+
+def load_random(model: str, device, dtype) -> tuple:
+    """(model, tokenizer) for "config:NAME". The tokenizer is the built-in one: ids above its
+    vocabulary, which random weights choose too, decode to nothing."""
+    config = known_config(model)
+    if config is None:
+        raise ValueError(f"{model} is no known shape. Choose from: "
+                         f"{', '.join(RANDOM + name for name in CONFIGS)}.")
+    made = random_model(config, device, dtype)
+    made.config._name_or_path = model
+    return made, load_tokenizer(str(BUILTIN))
+
+
 def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_alpha=32, seed=0,
                   slots=64, stride=None, max_context=None) -> Backbone:
-    """A backbone by name: "builtin", "smollm2", a local Hugging Face folder, or a hub name.
+    """A backbone by name: "builtin", "smollm2", a local Hugging Face folder, a hub name, or
+    config:NAME for random weights of a known shape.
 
     device: "auto" takes CUDA, then Apple's MPS, then the CPU. dtype: fp32 on a CPU, else bf16.
     The rest is `Backbone`'s. Raises ValueError, with what to do, where there is no such model.
     """
     device = find_device(device)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    if model.startswith(RANDOM):
+        return Backbone(*load_random(model, device, dtype), device=device, lora_r=lora_r,
+                        lora_alpha=lora_alpha, seed=seed, slots=slots, stride=stride,
+                        max_context=max_context)
     if model in ("builtin", "smollm2"):
         path = str(BUILTIN if model == "builtin" else smollm2_folder())
     else:

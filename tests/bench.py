@@ -35,10 +35,8 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
-    LlamaConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    Qwen2Config,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -52,17 +50,11 @@ import flow_grpo  # noqa: E402
 from agentflow import Backbone, Limits, Reply, Request, Sampling  # noqa: E402
 from tools import Ask, make_tools  # noqa: E402
 
-SHAPES = {
-    "tiny": LlamaConfig(vocab_size=4096, hidden_size=64, intermediate_size=128,
-                        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                        max_position_embeddings=4096, tie_word_embeddings=True),
-    "smollm-135m": LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536,
-                               num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-                               max_position_embeddings=8192, tie_word_embeddings=True),
-    "qwen2.5-7b": Qwen2Config(vocab_size=152064, hidden_size=3584, intermediate_size=18944,
-                              num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-                              max_position_embeddings=32768, tie_word_embeddings=False),
-}  # fmt: skip
+SHAPES = {  # --model: the configuration of agentflow.CONFIGS that it stands for
+    "tiny": "tiny",
+    "smollm-135m": "SmolLM2-135M-Instruct",
+    "qwen2.5-7b": "Qwen2.5-7B-Instruct",
+}
 G = 8  # roll-outs a question in all of these
 
 
@@ -180,17 +172,15 @@ def memory_of(name: str, side: int, options) -> float:
 
 def shape(options):
     """The configuration that --model names."""
-    return copy.deepcopy(SHAPES["smollm-135m" if options.model == "default" else options.model])
+    name = "smollm-135m" if options.model == "default" else options.model
+    return agentflow.known_config(SHAPES[name])
 
 
 def models(options, slots: int = 64):
     """(our backbone, Hugging Face's own model) with equal random weights."""
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    torch.manual_seed(0)
-    with torch.device(options.device):
-        theirs = AutoModelForCausalLM.from_config(
-            shape(options), attn_implementation="sdpa", **agentflow.dtype_option(dtype)
-        )
+    theirs = agentflow.random_model(shape(options), options.device, dtype)
+    theirs.config._attn_implementation = "sdpa"
     mine = copy.deepcopy(theirs)
     tokenizer = agentflow.load_tokenizer(str(agentflow.BUILTIN))
     backbone = Backbone(mine, tokenizer, options.device, lora_r=None, slots=slots)
