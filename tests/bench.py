@@ -840,19 +840,26 @@ def limits(backbone, totals: dict, packed: int, scored: int, beta: float) -> dic
     the weights once a step, and each row's keys and values.
     """
     flops, bandwidth, _ = peaks(backbone)
-    lane, config = backbone.lanes[0], backbone.model.config
-    linears = [module for name, module in backbone.model.named_modules()
-               if isinstance(module, torch.nn.Linear) and ".layers." in name]
-    N, head = sum(m.weight.numel() for m in linears), backbone.lm_head_weight.numel()
-    a_pair = 4 * lane.layers * config.num_attention_heads * lane.head
-    a_key = 2 * lane.layers * lane.kv_heads * lane.head  # numbers of keys and values a token
-    size = backbone.lm_head_weight.element_size()
-    read = totals["decode_steps"] * (N + head) + totals["decode_pairs"] * a_key
+    shape, size = train.shape_of(backbone.model.config), backbone.lm_head_weight.element_size()
+    N, head = shape.matrices(), shape.vocabulary * shape.width
+    a_pair = 4 * shape.layers * shape.heads * shape.head
+    read = totals["decode_steps"] * (N + head) + totals["decode_pairs"] * shape.kv_bytes(1)
     decode = 2 * (N + head) * totals["decode_tokens"] + a_pair * totals["decode_pairs"]
     prefill = 2 * N * totals["prefill_tokens"] + a_pair * totals["prefill_pairs"]
     a_token = 4 + (2 if beta else 0)
     return {"prefill": prefill / flops, "decode": max(decode / flops, read * size / bandwidth),
             "update": a_token * (N * packed + head * scored) / flops}
+
+
+def train_config(phase: Phase) -> train.Config:
+    """The flags of train.py that a run of these sizes would have."""
+    prompt = phase.head + phase.question + phase.memory * (phase.turns - 1) + phase.end
+    return train.Config(
+        num_questions=phase.questions, num_generations=phase.rollouts, max_turns=phase.turns,
+        slots=phase.questions * phase.rollouts, max_prompt_length=prompt, learning_rate=1e-4,
+        max_completion_length=phase.reply, max_frozen_length=phase.reply,
+        micro_batch_tokens=phase.micro_batch,
+    )  # fmt: skip
 
 
 def seven_b(options) -> list[dict]:
@@ -883,7 +890,7 @@ def seven_b(options) -> list[dict]:
     groups = torch.arange(phase.questions).repeat_interleave(phase.rollouts)  # (R,)
     rewards = (torch.arange(len(rollouts)) % 2).float()  # (R,)
     rows, _ = train.make_rows(rollouts, rewards, groups)
-    config = train.Config(micro_batch_tokens=phase.micro_batch, learning_rate=1e-4)
+    config = train_config(phase)
     optimizer = torch.optim.AdamW(backbone.trainable_parameters(), lr=config.learning_rate)
     batches = train.micro_batches(rows, config.micro_batch_tokens)
     tries = [agentflow.build_trie([r.prompt_ids + r.response_ids[:-1] for r in batch])[0]
@@ -907,6 +914,9 @@ def seven_b(options) -> list[dict]:
             "loss": report["loss"], "grad_norm": report["grad_norm"],
             "gap_mean": report["gap_mean"], "gap_max": report["gap_max"],
             "adapter_norm": backbone.adapter_norm()}
+    plan = train.memory_plan(config, train.shape_of(backbone.model.config), device == "cpu")
+    row |= {"rollout_planned_gb": plan.rollout_peak() / 1e9,
+            "update_planned_gb": plan.update_peak() / 1e9}
     check_seven_b(row, before == bit_sums(backbone), totals, phase)
     show_seven_b(row, phase)
     return [row]
@@ -926,7 +936,8 @@ def check_seven_b(row: dict, base_unchanged: bool, totals: dict, phase: Phase) -
 def show_seven_b(row: dict, phase: Phase) -> None:
     print(f"seven_b | {row['model']} with random weights; limits of {row['device']}\n"
           f"seven_b | {phase.questions} x {phase.rollouts} roll-outs of {phase.turns} turns, "
-          f"{phase.reply} tokens a reply; peak memory {row['rollout_peak_gb']:.2f} GB")
+          f"{phase.reply} tokens a reply; peak memory {row['rollout_peak_gb']:.2f} GB, "
+          f"train.py --dry_run plans {row['rollout_planned_gb']:.2f}")
     for part, more in (
         ("prefill", f" of {row['prompt_tokens']} in prompts"), ("decode", ""),
         ("update", f" packed, {row['scored_tokens']} of them scored"),
@@ -937,9 +948,11 @@ def show_seven_b(row: dict, phase: Phase) -> None:
               f"{row[f'{part}_share']:.1%} {what}")
     print("seven_b | MFU counts 4 N a packed token (an adapter's backward makes no gradients of "
           "the weights) and 2 N for the reference\n"
-          f"seven_b | update: peak memory {row['update_peak_gb']:.2f} GB, loss {row['loss']:.3g}, "
-          f"gradient {row['grad_norm']:.3g}, log-probs of sampler and scorer differ by "
-          f"{row['gap_mean']:.2g} in the mean, {row['gap_max']:.2g} at most\n"
+          f"seven_b | update: peak memory {row['update_peak_gb']:.2f} GB, planned "
+          f"{row['update_planned_gb']:.2f}; loss {row['loss']:.3g}, gradient "
+          f"{row['grad_norm']:.3g}\n"
+          f"seven_b | log-probs of sampler and scorer differ by {row['gap_mean']:.2g} in the mean, "
+          f"{row['gap_max']:.2g} at most\n"
           f"seven_b | all finite, no weight outside the adapter changed, the adapter did "
           f"(size 0 -> {row['adapter_norm']:.3g})", flush=True)
 
