@@ -876,53 +876,62 @@ def seven_b(options) -> list[dict]:
     before = bit_sums(backbone)
     row = {"name": "seven_b", "model": name, "device": peaks(backbone)[2]}
 
-    # Roll-outs, after a small phase that warms the device up
-    play(backbone, SMALL, random.Random(1))
+    # A small step without its end warms the device up, and leaves nothing behind.
+    warm = rows_of(play(backbone, SMALL, random.Random(1)), SMALL)
+    train.accumulate_gradients(backbone, warm, train_config(SMALL))
+    backbone.model.zero_grad(set_to_none=True)
     backbone.clear()
-    backbone.adapter_changed()  # drops the small phase's head
+    backbone.adapter_changed()  # drops the small step's head
+
     totals = watched(backbone)
     new_peak(device)
-    rollouts = play(backbone, phase, random.Random(0))
+    rows = rows_of(play(backbone, phase, random.Random(0)), phase)
     row["rollout_peak_gb"] = peak(device) / 1e9
     backbone.clear()  # as train.py does: the update needs the room
-
-    # The update: half of each group is right
-    groups = torch.arange(phase.questions).repeat_interleave(phase.rollouts)  # (R,)
-    rewards = (torch.arange(len(rollouts)) % 2).float()  # (R,)
-    rows, _ = train.make_rows(rollouts, rewards, groups)
-    config = train_config(phase)
-    optimizer = torch.optim.AdamW(backbone.trainable_parameters(), lr=config.learning_rate)
-    batches = train.micro_batches(rows, config.micro_batch_tokens)
-    tries = [agentflow.build_trie([r.prompt_ids + r.response_ids[:-1] for r in batch])[0]
-             for batch in batches]
-    packed = sum(len(node.tokens) for nodes in tries for node in nodes)
-    new_peak(device)
-    *taken, report = seconds(lambda: train.update(backbone, optimizer, rows, config), device)
-    row["update_peak_gb"] = peak(device) / 1e9
-
-    scored = sum(len(r.response_ids) for r in rows)
-    least = limits(backbone, totals, packed, scored, config.beta)
-    spent = {"prefill": totals["prefill_seconds"], "decode": totals["decode_seconds"],
-             "update": taken[1 if device == "cuda" else 0]}
-    counts = {"prefill": totals["prefill_tokens"], "decode": totals["decode_tokens"],
-              "update": packed}
-    for part, count in counts.items():
-        row |= {f"{part}_tokens": int(count), f"{part}_seconds": spent[part],
-                f"{part}_tokens_per_second": count / spent[part],
-                f"{part}_share": least[part] / spent[part]}
-    row |= {"prompt_tokens": sum(len(r.prompt_ids) for r in rows), "scored_tokens": scored,
-            "loss": report["loss"], "grad_norm": report["grad_norm"],
-            "gap_mean": report["gap_mean"], "gap_max": report["gap_max"],
-            "adapter_norm": backbone.adapter_norm()}
-    plan = train.memory_plan(config, train.shape_of(backbone.model.config), device == "cpu")
+    row |= learn(backbone, rows, phase, totals)
+    row["prompt_tokens"] = sum(len(r.prompt_ids) for r in rows)
+    plan = train.memory_plan(
+        train_config(phase), train.shape_of(backbone.model.config), device == "cpu"
+    )
     row |= {"rollout_planned_gb": plan.rollout_peak() / 1e9,
             "update_planned_gb": plan.update_peak() / 1e9}
-    check_seven_b(row, before == bit_sums(backbone), totals, phase)
+    for part, least in limits(
+        backbone, totals, row["update_tokens"], row["scored_tokens"], train_config(phase).beta
+    ).items():
+        taken, count = totals[f"{part}_seconds"], totals[f"{part}_tokens"]
+        row |= {f"{part}_tokens": int(count), f"{part}_seconds": taken,
+                f"{part}_tokens_per_second": count / taken, f"{part}_share": least / taken}
+    check_seven_b(row, before == bit_sums(backbone), phase)
     show_seven_b(row, phase)
     return [row]
 
 
-def check_seven_b(row: dict, base_unchanged: bool, totals: dict, phase: Phase) -> None:
+def rows_of(rollouts: list, phase: Phase) -> list[train.Row]:
+    """The training rows of a step in which every other roll-out is right."""
+    groups = torch.arange(phase.questions).repeat_interleave(phase.rollouts)  # (R,)
+    rewards = (torch.arange(len(rollouts)) % 2).float()  # (R,)
+    return train.make_rows(rollouts, rewards, groups)[0]
+
+
+def learn(backbone, rows: list[train.Row], phase: Phase, totals: dict) -> dict:
+    """One update, as train.py makes it, timed into `totals`: figures of the table's row."""
+    config, device = train_config(phase), backbone.device.type
+    optimizer = torch.optim.AdamW(backbone.trainable_parameters(), lr=config.learning_rate)
+    tries = [agentflow.build_trie([r.prompt_ids + r.response_ids[:-1] for r in batch])[0]
+             for batch in train.micro_batches(rows, config.micro_batch_tokens)]
+    packed = sum(len(node.tokens) for nodes in tries for node in nodes)
+    new_peak(device)
+    *taken, report = seconds(lambda: train.update(backbone, optimizer, rows, config), device)
+    totals |= {"update_tokens": packed, "update_seconds": taken[1 if device == "cuda" else 0]}
+    return {
+        "update_peak_gb": peak(device) / 1e9, "update_tokens": packed,
+        "scored_tokens": sum(len(r.response_ids) for r in rows),
+        "adapter_norm": backbone.adapter_norm(),
+        **{name: report[name] for name in ("loss", "grad_norm", "gap_mean", "gap_max")},
+    }  # fmt: skip
+
+
+def check_seven_b(row: dict, base_unchanged: bool, phase: Phase) -> None:
     """Raises AssertionError with a sentence for what is not as it must be."""
     for name in ("loss", "grad_norm", "gap_mean", "gap_max", "adapter_norm"):
         assert math.isfinite(row[name]), f"{name} is {row[name]}"
@@ -930,7 +939,7 @@ def check_seven_b(row: dict, base_unchanged: bool, totals: dict, phase: Phase) -
     assert base_unchanged, "a weight outside the adapter changed"
     written = phase.questions * phase.rollouts * phase.turns * phase.reply
     first = phase.questions * phase.rollouts * phase.turns  # drawn by the prefill
-    assert totals["decode_tokens"] == written - first, "not as many tokens decoded as asked"
+    assert row["decode_tokens"] == written - first, "not as many tokens decoded as asked"
 
 
 def show_seven_b(row: dict, phase: Phase) -> None:

@@ -330,6 +330,8 @@ def test_another_model_is_taught_the_replies_and_its_folder_loads(tmp_path, monk
     assert max(losses[-6:]) < min(losses[:6]), "the last round against the first"
     before, taught = (agentflow.load_backbone(str(path), "cpu", lora_r=None)
                       for path in (start, folder))
+    last = made.model.state_dict()
+    assert all(torch.equal(x, last[name]) for name, x in taught.model.state_dict().items())
     rows = pretrain.training_batch(transcripts, made.tokenizer, "tool", 4)
     with torch.no_grad():
         same, other = (pretrain.reply_loss(model, *rows).item() for model in (taught, before))
