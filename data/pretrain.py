@@ -783,7 +783,8 @@ def teach(arguments, transcripts: Transcripts) -> None:
                   arguments.learning_rate or 3e-4)
     except KeyboardInterrupt:
         have = (folder / "config.json").is_file()
-        print(f"\nstopped; {'the last checkpoint' if have else 'no checkpoint yet'} in {folder}")
+        said = "the last checkpoint is" if have else "there is no checkpoint yet"
+        print(f"\nstopped; {said} in {folder}")
         return
     del backbone  # its kept keys and values are of the old weights; and what was written is checked
     report("after", agentflow.load_backbone(str(folder), dtype=torch.float32, lora_r=None))

@@ -355,6 +355,22 @@ def test_a_stop_keeps_the_last_whole_checkpoint(tmp_path, monkeypatch):
     assert not [path for path in folder.iterdir() if path.is_dir()], "nothing half written is left"
 
 
+@pytest.mark.parametrize("stop_after, last_line", [
+    (None, "right replies to 1 held-out requests a module, after: analyst 0.00"),
+    (12, "stopped; the last checkpoint is in "), (3, "stopped; there is no checkpoint yet in "),
+])  # fmt: skip
+def test_the_command_says_what_came_of_it(tmp_path, monkeypatch, capsys, stop_after, last_line):
+    start, folder = random_llama(tmp_path / "start"), tmp_path / "taught"
+    monkeypatch.setattr("sys.argv", ["pretrain.py", "--model", start, "--output", str(folder),
+                                     "--minutes", "21", "--check", "1"])  # fmt: skip
+    clock(monkeypatch, seconds_a_look=70.0, stop_after=stop_after)
+    pretrain.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("right replies to 1 held-out requests a module, before: analyst")
+    assert lines[-1].startswith(last_line)
+    assert (folder / "config.json").exists() == (stop_after != 3)
+
+
 def test_right_replies_are_counted_by_module(tmp_path):
     """The built-in backbone says them letter for letter, random weights none of them."""
     modules = set(pretrain.TUNING_ROWS)
