@@ -15,6 +15,7 @@ Stage 2  transcripts of all modules, with copying rows in the mix; names and num
 
 Run:  python data/pretrain.py            (writes data/backbone/; a checkpoint every five minutes)
       python data/pretrain.py --show     (prints one transcript)
+      python data/pretrain.py --model smollm2 --output FOLDER   (teaches another model the format)
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import keyword
+import os
 import random
 import re
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -41,6 +45,7 @@ sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]
 import make_data  # noqa: E402
 
 import agentflow  # noqa: E402  (the two folders above have to be on the path first)
+import flow_grpo  # noqa: E402
 from tools import BM25, Ask, Job, Library_Search_Tool, PythonRun, make_tools  # noqa: E402
 
 BACKBONE = FOLDER / "backbone"
@@ -318,6 +323,16 @@ class Transcripts:
                     heads[system] = []
                     return system, self.rng.sample(rows, count)
             self.add_flow()
+
+
+def held_out_rows(tasks: list[make_data.Task]) -> dict[str, dict[Ask, str]]:
+    """module -> {what is asked: the right reply}, over flows of these tasks with the real tools."""
+    rows: dict[str, dict[Ask, str]] = defaultdict(dict)
+    tools = toolset(training=False)
+    for task in tasks:
+        for module, system, user, reply in transcript(task, tools, random.Random(task.question)):
+            rows[module][Ask(module, system, user)] = reply
+    return rows
 
 
 # --- Tokenizer ---------------------------------------------------------------------------------
@@ -661,22 +676,144 @@ def save(backbone) -> None:
     print(f"saved to data/{BACKBONE.name}/", flush=True)
 
 
+# --- Another model -----------------------------------------------------------------------------
+
+# Rows of one optimiser step, a module at a time: as many as make some 500 to 1,000 tokens, their
+# common head counted once. A planner's and a verifier's prompts end in memories of their own.
+TUNING_ROWS = {"analyst": 6, "planner": 6, "executor": 12, "tool": 16, "verifier": 5,
+               "generator": 6}  # fmt: skip
+
+
+def fine_tune(
+    backbone, transcripts: Transcripts, folder: Path, seconds: float, peak: float
+) -> list[float]:
+    """Full weights, cross-entropy on the replies: a chat model learns what its replies look like.
+
+    No blur, no hidden tokens, no copying rows: those mend what a vocabulary of whole words and a
+    million parameters bring along, and a model pretrained on text can copy. The planner's tool is
+    the one of each transcript, so that here too it comes out drawn at random. AdamW, warm-up over
+    ten steps, then a linear decay to zero; a checkpoint in `folder` every ten minutes and at the
+    end. Returns the loss of each step, in nats a token.
+    """
+    optimizer, losses, tokens = new_optimizer(backbone.model), [], 0
+    modules = itertools.cycle(TUNING_ROWS)
+    started = saved = time.time()
+    while (passed := (time.time() - started) / seconds) < 1:
+        rate = peak * min(1.0, (len(losses) + 1) / 10, 1 - passed)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        module = next(modules)
+        rows = training_batch(transcripts, backbone.tokenizer, module, TUNING_ROWS[module])
+        loss = reply_loss(backbone, *rows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(backbone.model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        tokens += sum(map(len, rows[1]))
+        print(f"step {len(losses)} | {module} {losses[-1]:.4f} | lr {rate:.1e} | {tokens} reply "
+              f"tokens | {time.time() - started:.0f}s", flush=True)
+        if time.time() - saved > 600:
+            save_folder(backbone, folder)
+            saved = time.time()
+    save_folder(backbone, folder)
+    return losses
+
+
+def reply_loss(backbone, prompts, responses) -> torch.Tensor:
+    """Mean cross-entropy of the responses' tokens, in nats, without ever holding (M, V) logits."""
+    hidden = backbone.packed_hidden(prompts, responses, 0)  # (M, D)
+    targets = torch.tensor([token for response in responses for token in response])  # (M,)
+    logp, _ = flow_grpo.linear_logprobs(
+        hidden, backbone.lm_head_weight, targets.to(hidden.device)
+    )  # (M,)
+    return -logp.mean()
+
+
+def save_folder(backbone, folder: Path) -> None:
+    """A plain Hugging Face folder; each file is written beside its place and then renamed, so that
+    a stop leaves the last whole one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as beside:
+        backbone.model.save_pretrained(beside)
+        backbone.tokenizer.save_pretrained(beside)
+        for file in Path(beside).iterdir():
+            os.replace(file, folder / file.name)
+    print(f"saved to {folder}", flush=True)
+
+
+def right_replies(backbone, count: int) -> dict[str, float]:
+    """module -> the share of right greedy replies to `count` requests of held-out flows.
+
+    Right is letter for letter what the right agent says; a plan's tool may be any, since the
+    transcripts draw it.
+    """
+    tasks = make_data.make_questions(
+        make_data.read_elements(), True, make_data.HELD_OUT_COUNTS, 2
+    )
+    random.Random(0).shuffle(tasks)  # they come kind by kind
+    tools = [tool.name for tool in toolset(training=False)]
+    shares = {}
+    for module, rows in held_out_rows(tasks[:count]).items():
+        asks = list(rows)[:count]
+        requests = [agentflow.Request(ask, 0.0, 96, (0, i)) for i, ask in enumerate(asks)]
+        said = [reply.text for reply in backbone.generate(requests)]
+        wanted = [rows[ask] for ask in asks]
+        if module == "planner":
+            said = [text if not agentflow.parse_plan(text, tools).error else "" for text in said]
+            said, wanted = ([text.rpartition("Tool Name:")[0] for text in texts]
+                            for texts in (said, wanted))
+        shares[module] = sum(map(str.__eq__, said, wanted)) / len(asks)
+    return shares
+
+
+def teach(arguments, transcripts: Transcripts) -> None:
+    """--model: fine-tune it, and say how many replies are right before and after."""
+    def report(when: str, backbone) -> None:
+        shares = right_replies(backbone, arguments.check)
+        print(f"right replies to {arguments.check} held-out requests a module, {when}: "
+              + ", ".join(f"{module} {share:.2f}" for module, share in shares.items()), flush=True)
+
+    folder = Path(arguments.output)
+    transcripts.words += spare_names()
+    backbone = agentflow.load_backbone(arguments.model, dtype=torch.float32, lora_r=None)
+    report("before", backbone)
+    try:
+        fine_tune(backbone, transcripts, folder, 60 * (arguments.minutes or 25),
+                  arguments.learning_rate or 3e-4)
+    except KeyboardInterrupt:
+        have = (folder / "config.json").is_file()
+        said = "the last checkpoint is" if have else "there is no checkpoint yet"
+        print(f"\nstopped; {said} in {folder}")
+        return
+    del backbone  # its kept keys and values are of the old weights; and what was written is checked
+    report("after", agentflow.load_backbone(str(folder), dtype=torch.float32, lora_r=None))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--show", action="store_true", help="print one transcript and stop")
     parser.add_argument("--copy_minutes", type=float, default=8, help="at most, for stage 1 [8]")
-    parser.add_argument("--minutes", type=float, default=32, help="of stage 2 [32]")
-    parser.add_argument("--learning_rate", type=float, default=2e-3, help="peak, stage 2 [2e-3]")
+    parser.add_argument("--minutes", type=float, help="of stage 2 [32], or with --model [25]")
+    parser.add_argument("--learning_rate", type=float, help="peak, stage 2 [2e-3], --model [3e-4]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="stage 2 from data/backbone/")
     parser.add_argument("--copy", action="store_true", help="with --resume: stage 1b before it")
+    parser.add_argument("--model", help="fine-tune this one instead: smollm2, a folder, a hub name")
+    parser.add_argument("--output", help="with --model: the folder that is written")
+    parser.add_argument("--check", type=int, default=12, help="held-out requests a module [12]")
     arguments = parser.parse_args()
+    if bool(arguments.model) != bool(arguments.output):
+        parser.error("--model and --output go together: which model, and the folder to write.")
     torch.manual_seed(arguments.seed)  # of the blur
     transcripts = Transcripts(arguments.seed)
     if arguments.show:
         task = make_data.make_two_step(transcripts.rng, lambda: 23, numeric(transcripts.known))
         for module, system, user, reply in transcript(task, transcripts.tools, transcripts.rng):
             print(f"===== {module}\n{system}\n-----\n{user}\n----- says\n{reply}\n")
+        return
+    if arguments.model:
+        teach(arguments, transcripts)
         return
     if arguments.resume:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(BACKBONE)
@@ -695,7 +832,9 @@ def main() -> None:
     if not arguments.resume or arguments.copy:
         learn_copying(backbone, rng, transcripts.heads(), longest=8, goal=160, seconds=limit)
         save(backbone)
-    learn_transcripts(backbone, transcripts, 60 * arguments.minutes, arguments.learning_rate)
+    learn_transcripts(
+        backbone, transcripts, 60 * (arguments.minutes or 32), arguments.learning_rate or 2e-3
+    )
     save(backbone)
 
 

@@ -3,6 +3,7 @@
     python tests/bench.py update                      one comparison, on one thread of the CPU
     python tests/bench.py all --json bench.json       all of them
     python tests/bench.py roofline --device cuda --model qwen2.5-7b
+    python tests/bench.py seven_b --device cuda       a roll-out phase and an update of a 7B
 
 Ours and a peer have the same random weights, the same tokens and forced lengths. A ratio above 1
 means that ours is better: CPU-seconds on a CPU, wall seconds on a GPU, the median over interleaved
@@ -30,6 +31,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -47,6 +49,7 @@ sys.path.insert(0, str(ROOT))
 import agentflow  # noqa: E402
 import eval as evaluation  # noqa: E402
 import flow_grpo  # noqa: E402
+import train  # noqa: E402
 from agentflow import Backbone, Limits, Reply, Request, Sampling  # noqa: E402
 from tools import Ask, make_tools  # noqa: E402
 
@@ -83,6 +86,11 @@ class Work:
 def seconds(run: Callable[[], object], device: str) -> tuple[float, float, object]:
     """(CPU-seconds, wall seconds, result) of one run."""
     gc.collect()
+    return clocked(run, device)
+
+
+def clocked(run: Callable[[], object], device: str) -> tuple[float, float, object]:
+    """The same for a part of a run: what lies about in memory is left there."""
     if device == "cuda":
         torch.cuda.synchronize()
     cpu, wall = time.process_time(), time.perf_counter()
@@ -95,20 +103,29 @@ def seconds(run: Callable[[], object], device: str) -> tuple[float, float, objec
 def peak_memory(run: Callable[[], object], device: str) -> float:
     """Bytes at the peak of one run above what was held before it; for a fresh process."""
     gc.collect()
+    before = new_peak(device)
+    run()
+    return peak(device) - before
+
+
+def status(name: str) -> int:
+    """Bytes by name, from what Linux tells about this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+
+def new_peak(device: str) -> int:
+    """The high-water mark of memory starts anew; bytes held now."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
 
-    def status(name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-    before = status("VmRSS")
-    run()
-    return status("VmHWM") - before
+def peak(device: str) -> int:
+    """Bytes at the high-water mark since new_peak, all that is held included."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else status("VmHWM")
 
 
 def measure(name: str, work: Work, memory: list[float], options) -> list[dict]:
@@ -173,7 +190,16 @@ def memory_of(name: str, side: int, options) -> float:
 def shape(options):
     """The configuration that --model names."""
     name = "smollm-135m" if options.model == "default" else options.model
-    return agentflow.known_config(SHAPES[name])
+    return agentflow.known_config(SHAPES.get(name, name))
+
+
+def shape_name(text: str) -> str:
+    """--model, refused where nothing of that name is known."""
+    if text != "default" and agentflow.known_config(SHAPES.get(text, text)) is None:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no known shape: give {', '.join(SHAPES)}, or config: and one of "
+            f"{', '.join(agentflow.CONFIGS)}")
+    return text
 
 
 def models(options, slots: int = 64):
@@ -685,10 +711,265 @@ def roofline(options) -> list[dict]:
     return rows
 
 
+# --- Random weights of a 7B, end to end ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Sizes of a step: how many of each, and tokens. A planner's prompt in turn t is the head, the
+    question, t pieces of memory and the template's end; replies have a forced length, since random
+    weights never stop by themselves."""
+
+    questions: int = 8
+    rollouts: int = G
+    turns: int = 3
+    head: int = 1500
+    question: int = 200
+    memory: int = 700  # that a turn adds
+    end: int = 8
+    reply: int = 256
+    micro_batch: int = 4096  # packed tokens of one forward in the update
+
+
+REAL, SMALL = Phase(), Phase(2, 2, 3, head=64, question=16, memory=24, reply=8)
+# Dense bf16 FLOP/s and bytes/s of memory by the makers' data sheets, by a part of the device's name
+PEAKS = {"H200": (989e12, 4.8e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2.0e12)}
+
+
+def peaks(backbone) -> tuple[float, float, str]:
+    """(FLOP/s, bytes/s, where from) of the backbone's device: what no program here can exceed."""
+    device = backbone.device.type
+    name = torch.cuda.get_device_name(backbone.device) if device == "cuda" else device
+    for known, figures in PEAKS.items():
+        if known in name:
+            return *figures, f"{name}, data sheet"
+    clock = 1 if device == "cuda" else 0
+    square = torch.randn(1024, 1024, device=device, dtype=backbone.dtype)
+    product = min(seconds(lambda: square @ square, device)[clock] for _ in range(5))
+    source = torch.ones(64 * 2**20, device=device)  # 256 MB: more than any cache holds
+    target = torch.empty_like(source)
+    copied = min(seconds(lambda: target.copy_(source), device)[clock] for _ in range(5))
+    return 2 * 1024**3 / product, 2 * source.nbytes / copied, f"{name}, measured"
+
+
+def watched(backbone) -> dict[str, float]:
+    """From now on the generation loop adds up here what it computes, and in which time.
+
+    prefill, decode: tokens, seconds, and pairs of a query with a key that it sees; decode_steps:
+    passes over all rows in flight, each of which reads every weight once.
+    """
+    kinds = ("tokens", "seconds", "pairs", "steps")
+    totals = {f"{part}_{kind}": 0.0 for part in ("prefill", "decode") for kind in kinds}
+    admit, prefill_rows, burst = backbone._admit, backbone._prefill_rows, backbone._burst
+    device = backbone.device.type
+    clock = 1 if device == "cuda" else 0
+
+    def timed_admit(lane):
+        totals["prefill_seconds"] += clocked(lambda: admit(lane), device)[clock]
+
+    def counted_prefill_rows(lane, kv, tails, starts, gates):
+        for start, tail in zip(starts, tails, strict=True):
+            totals["prefill_tokens"] += len(tail)
+            totals["prefill_pairs"] += len(tail) * start + len(tail) * (len(tail) + 1) / 2
+        return prefill_rows(lane, kv, tails, starts, gates)
+
+    def timed_burst(lane):
+        rows, before = list(lane.rows), [len(row.ids) for row in lane.rows]
+        totals["decode_seconds"] += clocked(lambda: burst(lane), device)[clock]
+        new = [len(row.ids) - old for row, old in zip(rows, before, strict=True)]
+        for row, old, count in zip(rows, before, new, strict=True):
+            first = len(row.prompt_ids) + old  # keys that the first of these tokens sees
+            totals["decode_pairs"] += count * first + count * (count - 1) / 2
+        totals["decode_tokens"] += sum(new)
+        totals["decode_steps"] += max(new)
+
+    backbone._admit, backbone._prefill_rows, backbone._burst = (
+        timed_admit, counted_prefill_rows, timed_burst)
+    return totals
+
+
+def play(backbone, phase: Phase, rng: random.Random) -> list:
+    """The roll-outs of a step, turn by turn, all of them in one batch: a list of roll-outs as
+    `train.make_rows` reads them. Their prompts are random tokens that share what real ones share.
+    """
+    def tokens(count):
+        return random_tokens(rng, count, backbone.model.config)
+
+    head, end = tokens(phase.head), tokens(phase.end)
+    flows = [(q, g) for q in range(phase.questions) for g in range(phase.rollouts)]
+    questions = [tokens(phase.question) for _ in range(phase.questions)]
+    memories = {flow: tokens(phase.memory * (phase.turns - 1)) for flow in flows}
+
+    def prompt(_, name):
+        q, g, t = map(int, name.split())
+        return (*head, *questions[q], *memories[q, g][: phase.memory * t], *end)
+
+    backbone._prompt_ids, backbone._head_ids = prompt, lambda _: tuple(head)
+    rollouts = [SimpleNamespace(turns=[]) for _ in flows]
+    for t in range(phase.turns):
+        asks = [Ask("planner", "head", f"{q} {g} {t}") for q, g in flows]
+        replies = backbone.generate([
+            Request(ask, 1.0, phase.reply, (0, 0, *flow, t), flow=(0, 0, *flow))
+            for ask, flow in zip(asks, flows, strict=True)
+        ])
+        for rollout, reply in zip(rollouts, replies, strict=True):
+            assert len(reply.response_ids) == phase.reply, "a reply has another length than asked"
+            rollout.turns.append(SimpleNamespace(planner=reply))
+    return rollouts
+
+
+def bit_sums(backbone) -> dict[str, int]:
+    """Every weight outside the adapter as the sum of its bits, read as integers: any update would
+    change it."""
+    adapter = {id(parameter) for parameter in backbone.trainable_parameters()}
+    whole = {2: torch.int16, 4: torch.int32}
+    return {
+        name: weight.detach().view(whole[weight.element_size()]).sum(dtype=torch.int64).item()
+        for name, weight in backbone.model.named_parameters() if id(weight) not in adapter
+    }  # fmt: skip
+
+
+def limits(backbone, totals: dict, packed: int, scored: int, beta: float) -> dict[str, float]:
+    """The least seconds that prefill, decoding and the update can take on this device.
+
+    Counted: 2 FLOP for each weight of a matrix product and each token that goes through it, and in
+    generation 4 for each width of a query head and each pair of query and key. Prefill and update
+    are bound by FLOP/s. An update of an adapter costs a token 4 N: forward, and backward to the
+    inputs alone (all weights: 6 N); the reference's forward, where there is a KL term, 2 N more;
+    attention and what is computed twice is not counted. Decoding is bound by FLOP/s or by bytes:
+    the weights once a step, and each row's keys and values.
+    """
+    flops, bandwidth, _ = peaks(backbone)
+    shape, size = train.shape_of(backbone.model.config), backbone.lm_head_weight.element_size()
+    N, head = shape.matrices(), shape.vocabulary * shape.width
+    a_pair = 4 * shape.layers * shape.heads * shape.head
+    read = totals["decode_steps"] * (N + head) + totals["decode_pairs"] * shape.kv_bytes(1)
+    decode = 2 * (N + head) * totals["decode_tokens"] + a_pair * totals["decode_pairs"]
+    prefill = 2 * N * totals["prefill_tokens"] + a_pair * totals["prefill_pairs"]
+    a_token = 4 + (2 if beta else 0)
+    return {"prefill": prefill / flops, "decode": max(decode / flops, read * size / bandwidth),
+            "update": a_token * (N * packed + head * scored) / flops}
+
+
+def train_config(phase: Phase) -> train.Config:
+    """The flags of train.py that a run of these sizes would have."""
+    prompt = phase.head + phase.question + phase.memory * (phase.turns - 1) + phase.end
+    return train.Config(
+        num_questions=phase.questions, num_generations=phase.rollouts, max_turns=phase.turns,
+        slots=phase.questions * phase.rollouts, max_prompt_length=prompt, learning_rate=1e-4,
+        max_completion_length=phase.reply, max_frozen_length=phase.reply,
+        micro_batch_tokens=phase.micro_batch,
+    )  # fmt: skip
+
+
+def seven_b(options) -> list[dict]:
+    """A roll-out phase of real size and an update, with random weights: default Qwen2.5-7B in bf16
+    on a GPU, a tiny model on a CPU. Raises AssertionError where a check fails."""
+    device = options.device
+    name = options.model
+    if name == "default":
+        name = "qwen2.5-7b" if device == "cuda" else "tiny"
+    name = agentflow.RANDOM + SHAPES.get(name, name).removeprefix(agentflow.RANDOM)
+    phase = SMALL if name == "config:tiny" else REAL
+    backbone = agentflow.load_backbone(name, device, slots=phase.questions * phase.rollouts)
+    backbone.stop_ids, backbone.stop = [-1], torch.tensor([-1], device=device)
+    before = bit_sums(backbone)
+    row = {"name": "seven_b", "model": name, "device": peaks(backbone)[2]}
+
+    # A small step without its end warms the device up, and leaves nothing behind.
+    warm = rows_of(play(backbone, SMALL, random.Random(1)), SMALL)
+    train.accumulate_gradients(backbone, warm, train_config(SMALL))
+    backbone.model.zero_grad(set_to_none=True)
+    backbone.clear()
+    backbone.adapter_changed()  # drops the small step's head
+
+    totals = watched(backbone)
+    new_peak(device)
+    rows = rows_of(play(backbone, phase, random.Random(0)), phase)
+    row["rollout_peak_gb"] = peak(device) / 1e9
+    backbone.clear()  # as train.py does: the update needs the room
+    row |= learn(backbone, rows, phase, totals)
+    row["prompt_tokens"] = sum(len(r.prompt_ids) for r in rows)
+    plan = train.memory_plan(
+        train_config(phase), train.shape_of(backbone.model.config), device == "cpu"
+    )
+    row |= {"rollout_planned_gb": plan.rollout_peak() / 1e9,
+            "update_planned_gb": plan.update_peak() / 1e9}
+    for part, least in limits(
+        backbone, totals, row["update_tokens"], row["scored_tokens"], train_config(phase).beta
+    ).items():
+        taken, count = totals[f"{part}_seconds"], totals[f"{part}_tokens"]
+        row |= {f"{part}_tokens": int(count), f"{part}_seconds": taken,
+                f"{part}_tokens_per_second": count / taken, f"{part}_share": least / taken}
+    check_seven_b(row, before == bit_sums(backbone), phase)
+    show_seven_b(row, phase)
+    return [row]
+
+
+def rows_of(rollouts: list, phase: Phase) -> list[train.Row]:
+    """The training rows of a step in which every other roll-out is right."""
+    groups = torch.arange(phase.questions).repeat_interleave(phase.rollouts)  # (R,)
+    rewards = (torch.arange(len(rollouts)) % 2).float()  # (R,)
+    return train.make_rows(rollouts, rewards, groups)[0]
+
+
+def learn(backbone, rows: list[train.Row], phase: Phase, totals: dict) -> dict:
+    """One update, as train.py makes it, timed into `totals`: figures of the table's row."""
+    config, device = train_config(phase), backbone.device.type
+    optimizer = torch.optim.AdamW(backbone.trainable_parameters(), lr=config.learning_rate)
+    tries = [agentflow.build_trie([r.prompt_ids + r.response_ids[:-1] for r in batch])[0]
+             for batch in train.micro_batches(rows, config.micro_batch_tokens)]
+    packed = sum(len(node.tokens) for nodes in tries for node in nodes)
+    new_peak(device)
+    *taken, report = seconds(lambda: train.update(backbone, optimizer, rows, config), device)
+    totals |= {"update_tokens": packed, "update_seconds": taken[1 if device == "cuda" else 0]}
+    return {
+        "update_peak_gb": peak(device) / 1e9, "update_tokens": packed,
+        "scored_tokens": sum(len(r.response_ids) for r in rows),
+        "adapter_norm": backbone.adapter_norm(),
+        **{name: report[name] for name in ("loss", "grad_norm", "gap_mean", "gap_max")},
+    }  # fmt: skip
+
+
+def check_seven_b(row: dict, base_unchanged: bool, phase: Phase) -> None:
+    """Raises AssertionError with a sentence for what is not as it must be."""
+    for name in ("loss", "grad_norm", "gap_mean", "gap_max", "adapter_norm"):
+        assert math.isfinite(row[name]), f"{name} is {row[name]}"
+    assert row["grad_norm"] > 0 and row["adapter_norm"] > 0, "the update did not move the adapter"
+    assert base_unchanged, "a weight outside the adapter changed"
+    written = phase.questions * phase.rollouts * phase.turns * phase.reply
+    first = phase.questions * phase.rollouts * phase.turns  # drawn by the prefill
+    assert row["decode_tokens"] == written - first, "not as many tokens decoded as asked"
+
+
+def show_seven_b(row: dict, phase: Phase) -> None:
+    print(f"seven_b | {row['model']} with random weights; limits of {row['device']}\n"
+          f"seven_b | {phase.questions} x {phase.rollouts} roll-outs of {phase.turns} turns, "
+          f"{phase.reply} tokens a reply; peak memory {row['rollout_peak_gb']:.2f} GB, "
+          f"train.py --dry_run plans {row['rollout_planned_gb']:.2f}")
+    for part, more in (
+        ("prefill", f" of {row['prompt_tokens']} in prompts"), ("decode", ""),
+        ("update", f" packed, {row['scored_tokens']} of them scored"),
+    ):
+        what = "MFU" if part == "update" else "of the roofline"
+        print(f"seven_b | {part}: {row[f'{part}_tokens']} tokens{more} in "
+              f"{row[f'{part}_seconds']:.2f} s, {row[f'{part}_tokens_per_second']:.0f} tokens/s, "
+              f"{row[f'{part}_share']:.1%} {what}")
+    print("seven_b | MFU counts 4 N a packed token (an adapter's backward makes no gradients of "
+          "the weights) and 2 N for the reference\n"
+          f"seven_b | update: peak memory {row['update_peak_gb']:.2f} GB, planned "
+          f"{row['update_planned_gb']:.2f}; loss {row['loss']:.3g}, gradient "
+          f"{row['grad_norm']:.3g}\n"
+          f"seven_b | log-probs of sampler and scorer differ by {row['gap_mean']:.2g} in the mean, "
+          f"{row['gap_max']:.2g} at most\n"
+          f"seven_b | all finite, no weight outside the adapter changed, the adapter did "
+          f"(size 0 -> {row['adapter_norm']:.3g})", flush=True)
+
+
 BENCHES = {
     bench.__name__: bench
     for bench in (generate_shared, generate_ragged, generate_distinct, rollout, update,
-                  update_turns, step, loss_memory, scaling, roofline)
+                  update_turns, step, loss_memory, scaling, roofline, seven_b)
 }  # fmt: skip
 # The sides of those whose memory is measured too: before this process holds any model itself.
 MEMORY_SIDES = {"update": 3, "update_turns": 2, "step": 2, "loss_memory": 3}
@@ -700,8 +981,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("name", choices=[*BENCHES, "all"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--model", default="default", choices=["default", *SHAPES],
-                        help="random weights of this shape [smollm-135m]")
+    parser.add_argument("--model", default="default", type=shape_name, metavar="SHAPE",
+                        help=f"random weights of this shape: {', '.join(SHAPES)} or config:NAME "
+                             "[smollm-135m; seven_b: a 7B on a GPU, config:tiny on a CPU]")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU [1]")
     parser.add_argument("--runs", type=int, default=3, help="of each side, after a first one [3]")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")

@@ -3,13 +3,17 @@ the one that Flow-GRPO teaches."""
 
 import collections
 import functools
+import itertools
 import json
 import math
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import agentflow
 import eval as evaluation
@@ -223,20 +227,9 @@ def test_a_uniform_planner_with_the_real_frozen_modules_scores_at_most_045():
     assert accuracy_with(lambda agent, ask: rng.choice(names)) <= 0.45
 
 
-def held_out_rows():
-    """module -> [(Ask, right reply)] over the held-out questions, with the real tools."""
-    rows = collections.defaultdict(dict)
-    toolset = pretrain.toolset(training=False)
-    for task in held_out_tasks():
-        rng = random.Random(task.question)
-        for module, system, user, reply in pretrain.transcript(task, toolset, rng):
-            rows[module][Ask(module, system, user)] = reply
-    return rows
-
-
 def test_each_frozen_module_alone_is_exact_on_held_out_questions():
     """Greedy replies against the right agent's, letter by letter, at least 0.995 for each."""
-    for module, rows in held_out_rows().items():
+    for module, rows in pretrain.held_out_rows(held_out_tasks()).items():
         if module == "planner":
             continue
         requests = [agentflow.Request(ask, 0.0, 96, (0, i)) for i, ask in enumerate(rows)]
@@ -276,3 +269,111 @@ def test_the_untrained_planner_picks_its_tool_uniformly_for_each_kind_of_questio
         statistic += sum((chosen[tool.name] - expected) ** 2 / expected for tool in tools)
     p = chi_square_p(statistic, len(counts) * (len(tools) - 1))
     assert p > 0.01, (p, {kind: dict(chosen) for kind, chosen in counts.items()})
+
+
+# --- The transcripts for another model ---------------------------------------------------------
+
+
+def random_llama(folder):
+    """A chat model of 2 layers with random weights and the built-in tokenizer, as a folder."""
+    tokenizer = backbone().tokenizer
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+    ))  # fmt: skip
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def clock(monkeypatch, seconds_a_look, stop_after=None):
+    """Time passes with each look at the clock, so that a run has as many steps on any machine."""
+    looks = itertools.count()
+
+    def now():
+        look = next(looks)
+        if stop_after is not None and look >= stop_after:
+            raise KeyboardInterrupt
+        return look * seconds_a_look
+
+    monkeypatch.setattr(pretrain, "time", SimpleNamespace(time=now))
+
+
+def test_the_loss_of_replies_is_hugging_faces_own_cross_entropy(tmp_path):
+    """Rows that share a head, in one packed pass without all logits, against a row at a time."""
+    made = agentflow.load_backbone(random_llama(tmp_path), "cpu", lora_r=None)
+    prompts, responses = pretrain.training_batch(
+        pretrain.Transcripts(0), made.tokenizer, "executor", 3
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    losses = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        logits = theirs(torch.tensor([prompt + response])).logits[0]  # (L, V)
+        wanted = torch.tensor(response)
+        start = len(prompt) - 1  # a token is predicted one place before its own
+        losses.append(F.cross_entropy(logits[start:-1], wanted, reduction="none"))
+    loss = pretrain.reply_loss(made, prompts, responses)
+    assert torch.allclose(loss, torch.cat(losses).mean(), atol=1e-5)
+
+
+def test_another_model_is_taught_the_replies_and_its_folder_loads(tmp_path, monkeypatch):
+    """From the uniform loss of ln 3,596 = 8.2 nats a token it falls, and what was written is the
+    taught model: another reply, and a lower loss on rows that were not trained on."""
+    start, folder = random_llama(tmp_path / "start"), tmp_path / "taught"
+    made = agentflow.load_backbone(start, "cpu", lora_r=None)
+    clock(monkeypatch, seconds_a_look=10.0)  # three looks a step: thirty seconds
+    transcripts = pretrain.Transcripts(0)
+    losses = pretrain.fine_tune(made, transcripts, folder, seconds=900, peak=3e-3)
+    assert len(losses) == 30 and abs(losses[0] - math.log(3596)) < 0.3
+    assert max(losses[-6:]) < min(losses[:6]), "the last round against the first"
+    before, taught = (agentflow.load_backbone(str(path), "cpu", lora_r=None)
+                      for path in (start, folder))
+    last = made.model.state_dict()
+    assert all(torch.equal(x, last[name]) for name, x in taught.model.state_dict().items())
+    rows = pretrain.training_batch(transcripts, made.tokenizer, "tool", 4)
+    with torch.no_grad():
+        same, other = (pretrain.reply_loss(model, *rows).item() for model in (taught, before))
+    assert same < 7 < 8 < other
+    request = agentflow.Request(Ask("tool", "Reply.", "Request: Calculate 3 plus 4."), 0.0, 8, (0,))
+    assert before.generate([request])[0].text != taught.generate([request])[0].text
+
+
+def test_a_stop_keeps_the_last_whole_checkpoint(tmp_path, monkeypatch):
+    start, folder = random_llama(tmp_path / "start"), tmp_path / "taught"
+    made = agentflow.load_backbone(start, "cpu", lora_r=None)
+    # A step looks three times; the first checkpoint is written after 600 seconds, three steps.
+    clock(monkeypatch, seconds_a_look=70.0, stop_after=12)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain.fine_tune(made, pretrain.Transcripts(0), folder, seconds=9000, peak=1e-3)
+    kept = agentflow.load_backbone(str(folder), "cpu", lora_r=None).model.state_dict()
+    first = agentflow.load_backbone(start, "cpu", lora_r=None).model.state_dict()
+    last = made.model.state_dict()
+    for other in (first, last):
+        assert any(not torch.equal(kept[name], other[name]) for name in kept)
+    assert not [path for path in folder.iterdir() if path.is_dir()], "nothing half written is left"
+
+
+@pytest.mark.parametrize("stop_after, last_line", [
+    (None, "right replies to 1 held-out requests a module, after: analyst 0.00"),
+    (12, "stopped; the last checkpoint is in "), (3, "stopped; there is no checkpoint yet in "),
+])  # fmt: skip
+def test_the_command_says_what_came_of_it(tmp_path, monkeypatch, capsys, stop_after, last_line):
+    start, folder = random_llama(tmp_path / "start"), tmp_path / "taught"
+    monkeypatch.setattr("sys.argv", ["pretrain.py", "--model", start, "--output", str(folder),
+                                     "--minutes", "21", "--check", "1"])  # fmt: skip
+    clock(monkeypatch, seconds_a_look=70.0, stop_after=stop_after)
+    pretrain.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("right replies to 1 held-out requests a module, before: analyst")
+    assert lines[-1].startswith(last_line)
+    assert (folder / "config.json").exists() == (stop_after != 3)
+
+
+def test_right_replies_are_counted_by_module(tmp_path):
+    """The built-in backbone says them letter for letter, random weights none of them."""
+    modules = set(pretrain.TUNING_ROWS)
+    assert pretrain.right_replies(backbone(), 5) == dict.fromkeys(modules, 1.0)
+    made = agentflow.load_backbone(random_llama(tmp_path), "cpu", lora_r=None)
+    assert pretrain.right_replies(made, 2) == dict.fromkeys(modules, 0.0)
