@@ -1680,22 +1680,8 @@ def load_random(model: str, device, dtype) -> tuple:
     return made, load_tokenizer(str(BUILTIN))
 
 
-def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_alpha=32, seed=0,
-                  slots=64, stride=None, max_context=None,
-                  gradient_checkpointing=False) -> Backbone:
-    """A backbone by name: "builtin", "smollm2", a local Hugging Face folder, a hub name, or
-    config:NAME for random weights of a known shape.
-
-    device: "auto" takes CUDA, then Apple's MPS, then the CPU. dtype: fp32 on a CPU, else bf16;
-    "auto": as the model's own files say. The rest is `Backbone`'s. Raises ValueError, with what to
-    do, where there is no such model.
-    """
-    device = find_device(device)
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    if model.startswith(RANDOM):
-        return Backbone(*load_random(model, device, dtype), device=device, lora_r=lora_r,
-                        lora_alpha=lora_alpha, seed=seed, slots=slots, stride=stride,
-                        max_context=max_context)
+def load_pretrained(model: str, dtype) -> tuple:
+    """(model, tokenizer) by name. Raises ValueError, with what to do, where there is none."""
     if model in ("builtin", "smollm2"):
         path = str(BUILTIN if model == "builtin" else smollm2_folder())
     else:
@@ -1721,9 +1707,27 @@ def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_al
                          "among them: download it again.")
     if not tokenizer.chat_template:
         raise ValueError(f"The model {model} has no chat template: choose its instruct version.")
-    backbone = Backbone(language_model, tokenizer, device=device, lora_r=lora_r,
-                        lora_alpha=lora_alpha, seed=seed, slots=slots, stride=stride,
-                        max_context=max_context, gradient_checkpointing=gradient_checkpointing)
+    return language_model, tokenizer
+
+
+def load_backbone(model="builtin", device="auto", dtype=None, lora_r=16, lora_alpha=32, seed=0,
+                  slots=64, stride=None, max_context=None,
+                  gradient_checkpointing=False) -> Backbone:
+    """A backbone by name: "builtin", "smollm2", a local Hugging Face folder, a hub name, or
+    config:NAME for random weights of a known shape.
+
+    device: "auto" takes CUDA, then Apple's MPS, then the CPU. dtype: fp32 on a CPU, else bf16.
+    The rest is `Backbone`'s. Raises ValueError, with what to do, where there is no such model.
+    """
+    device = find_device(device)
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    if model.startswith(RANDOM):
+        loaded = load_random(model, device, dtype)
+    else:
+        loaded = load_pretrained(model, dtype)
+    backbone = Backbone(*loaded, device=device, lora_r=lora_r, lora_alpha=lora_alpha, seed=seed,
+                        slots=slots, stride=stride, max_context=max_context,
+                        gradient_checkpointing=gradient_checkpointing)
     check_chat(backbone, model)
     return backbone
 

@@ -1671,9 +1671,6 @@ def shape_of(config) -> Shape:
     )  # fmt: skip
 
 
-BF16_FROM = 2e9  # parameters from which all-weights training is in bf16 (stochastic rounding)
-
-
 @dataclass(frozen=True)
 class Precision:
     """Bytes a number takes."""
@@ -1687,11 +1684,11 @@ class Precision:
 
 def precision_of(config: Config, shape: Shape, on_cpu: bool) -> Precision:
     """An adapter is fp32 beside weights in the device's precision. Trained weights are fp32 too,
-    and from BF16_FROM parameters on bf16, since 16 bytes each would fit no single card."""
+    and above FULL_FP32 parameters bf16, since 16 bytes each would fit no single card."""
     frozen = 4 if on_cpu else 2
     if config.lora_r:
         return Precision(frozen, frozen, weight=4, gradient=4, moments=8)
-    if on_cpu or shape.parameters() < BF16_FROM:
+    if on_cpu or shape.parameters() <= agentflow.FULL_FP32:
         return Precision(frozen, 4, weight=4, gradient=4, moments=8)
     return Precision(frozen, 2, weight=2, gradient=2, moments=4)
 
@@ -1969,7 +1966,7 @@ def seconds_of(config: Config, shape: Shape, card: Card) -> tuple[float, float]:
 SHARE_OF_DEVICE = 0.94  # of a GPU's bytes: the driver, libraries and gaps between blocks take some
 
 
-def check_packages(config: Config) -> tuple[str, str]:
+def check_packages() -> tuple[str, str]:
     """(OK, WARN or FAIL, what and the next step), as of each check below."""
     needed = (Path(__file__).parent / "requirements.txt").read_text(encoding="utf-8").split()
     found, wrong = [f"python {sys.version.split()[0]}"], []
@@ -1978,9 +1975,6 @@ def check_packages(config: Config) -> tuple[str, str]:
         found.append(f"{requirement.name} {version}")
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(str(requirement))
-    reporter = config.report_to
-    if reporter != "none" and importlib.util.find_spec(reporter) is None:
-        wrong.append(reporter)
     if wrong:
         return "FAIL", f"{', '.join(found)}. Next: pip install '{' '.join(wrong)}'"
     return "OK", ", ".join(found)
@@ -2230,7 +2224,7 @@ def dry_run(config: Config, offline: bool) -> int:
     device_status, device_text, on_cpu, room = check_device(config, shape)
     if min(getattr(config, name) for name in SIZES) < 1 or config.lora_r < 0:
         shape = None  # "flags" says what is wrong; there is nothing to count
-    checks = [("packages", *check_packages(config)), ("device", device_status, device_text)]
+    checks = [("packages", *check_packages()), ("device", device_status, device_text)]
     try:
         check_config(config)
         checks.append(("flags", "OK", "every number makes sense"))

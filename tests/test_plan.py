@@ -380,7 +380,7 @@ def test_the_default_run_can_start_and_nothing_is_loaded_or_written(alone, capsy
     (("--slots", "0"), "flags", "--slots"),
     (("--save_steps", "0", "--keep", "0"), "flags", "--save_steps"),
     (("--slots", "9999999"), "memory", "--slots"),
-    (("--report_to", "no_such_package"), "packages", "pip install"),
+    (("--report_to", "no_such_package"), "flags", "tensorboard"),
 ])  # fmt: skip
 def test_what_cannot_work_fails_with_the_next_step(alone, capsys, arguments, check, next_step):
     if check == "device" and torch.cuda.is_available():

@@ -655,10 +655,10 @@ def test_an_error_in_the_middle_of_a_run_loses_no_finished_step(
     """The third step fails: the two before it are in a checkpoint, and the exit code is 2."""
     right = train.train_step
 
-    def failing(step, *rest):
+    def failing(training, step):
         if step == 3:
             raise OSError("the disk is full")
-        return right(step, *rest)
+        return right(training, step)
 
     monkeypatch.setattr(train, "train_step", failing)
     folder = tmp_path / "failed"
