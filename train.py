@@ -1062,7 +1062,7 @@ class Run:
             os.replace(beside, final)
         if backbone.lora_r:
             backbone.save_adapter(self.folder)
-        for old in self.checkpoints()[: -self.config.keep or len(self.checkpoints())]:
+        for old in self.checkpoints()[: -self.config.keep] if self.config.keep else []:
             shutil.rmtree(old)
 
     def load_last(self, backbone, optimizer) -> int:
