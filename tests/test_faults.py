@@ -1,4 +1,4 @@
-"""What can go wrong in the middle of a run: it ends in a clear state, and resumes to the same run."""
+"""What can go wrong in a run: it ends in a clear state, and resumes to the same numbers."""
 
 import json
 import os
