@@ -92,16 +92,15 @@ def gradients(lora_r, checkpointing):
         for response, advantage in (([9, 10, 11], 1.0), ([9, 12], -1.0))
     ]
     train.accumulate_gradients(backbone, rows, train.Config(lora_r=lora_r))
-    found = [p.grad.clone() for p in backbone.trainable_parameters()]
-    assert all(value.abs().max() > 0 for value in found)
-    return found
+    return [torch.zeros(()) if p.grad is None else p.grad for p in backbone.trainable_parameters()]
 
 
-@pytest.mark.parametrize("lora_r", [4, 0])
-def test_gradient_checkpointing_changes_no_gradient(lora_r):
-    plain, again = gradients(lora_r, False), gradients(lora_r, True)
-    for one, other in zip(plain, again, strict=True):
-        assert torch.equal(one, other)
+def test_gradient_checkpointing_changes_no_gradient():
+    for lora_r in (4, 0):
+        plain, again = gradients(lora_r, False), gradients(lora_r, True)
+        assert all(value.abs().max() > 0 for value in plain)
+        for one, other in zip(plain, again, strict=True):
+            assert torch.equal(one, other), "computed again with the gate as it was"
 
 
 def test_gradient_checkpointing_keeps_less_for_backward():

@@ -13,6 +13,7 @@ from tests import mutants, test_flow_grpo
 from tests.mutants_engine import ENGINE_MUTANTS
 from tests.mutants_flow import FLOW_MUTANTS
 from tests.mutants_scores import SCORE_MUTANTS
+from tests.mutants_train import TRAIN_MUTANTS
 
 OURS = (Path(flow_grpo.__file__).parent, Path(__file__).parent)  # the folders of our own files
 
@@ -31,7 +32,7 @@ def owner_and_name(mutant: mutants.Mutant):
     return owner, name
 
 
-ALL = [*mutants.MUTANTS, *ENGINE_MUTANTS, *FLOW_MUTANTS, *SCORE_MUTANTS]
+ALL = [*mutants.MUTANTS, *ENGINE_MUTANTS, *FLOW_MUTANTS, *SCORE_MUTANTS, *TRAIN_MUTANTS]
 
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
