@@ -2056,24 +2056,27 @@ class AskConfig(ToolFlags):
     seed: int = 0  # of the sampling
 
 
-def asked_as_in_run(adapter: str) -> dict:
-    """Model, tools and limits of the run that trained an adapter, from run_config.json in its
-    folder or the one above: asked otherwise, it would not be the planner that was measured."""
+def flags_of_run(adapter: str, config_class, own: set[str]) -> tuple[dict, dict]:
+    """(flags of a command line as the run that trained an adapter had them, its whole run_config.
+    json), from the adapter's folder or the one above; both empty where there is none. Asked
+    otherwise, it would not be the planner that was measured. own: flags that mean something else
+    there. Raises ValueError where the file is damaged."""
     for folder in (Path(adapter), Path(adapter).parent):
         path = folder / "run_config.json"
-        if not path.is_file():
+        if not adapter or not path.is_file():
             continue
         try:
             run = json.loads(path.read_text(encoding="utf-8"))
-            types = {entry.name: type(entry.default) for entry in dataclasses.fields(AskConfig)}
-            names = types.keys() - {"adapter", "offline", "temperature", "device", "seed"}
-            settings = {name: types[name](run[name]) for name in names if name in run}
-            return {**settings, "offline": run["offline"],
-                    "temperature": float(run["eval_temperature"])}
+            types = {entry.name: type(entry.default) for entry in dataclasses.fields(config_class)}
+            names = types.keys() - {*own, "adapter", "offline", "temperature"}
+            flags = {name: types[name](run[name]) for name in names if name in run}
+            flags |= {"offline": run["offline"], "temperature": float(run["eval_temperature"])}
+            return flags, run
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). Restore it, or "
-                             "move the adapter elsewhere.") from error
-    return {}
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): it says how "
+                             "the run of this adapter measured itself. Restore it, or move the "
+                             "adapter elsewhere.") from error
+    return {}, {}
 
 
 def describe(rollout: Rollout) -> str:
@@ -2095,7 +2098,7 @@ def main(arguments: list[str] | None = None) -> int:
     config = parse_flags(AskConfig, arguments, __doc__, positional="question")
     try:
         if config.adapter:  # read again: the flags that are not given are the run's
-            defaults = asked_as_in_run(config.adapter)
+            defaults, _ = flags_of_run(config.adapter, AskConfig, {"device", "seed"})
             config = parse_flags(AskConfig, arguments, __doc__, defaults, positional="question")
         check_ranges(config)
         if not config.question.strip():

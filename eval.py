@@ -2417,29 +2417,15 @@ def settings_of_run(adapter: str) -> dict:
     """How the run of an adapter measured itself, from run_config.json in the adapter's folder or
     the one above: with these defaults `eval.py --adapter RUN` repeats the run's last measurement.
     Also "held_out_of": the training file of which a tenth was held out, where it was."""
-    for folder in (Path(adapter), Path(adapter).parent):
-        if adapter and (folder / "run_config.json").is_file():
-            path = folder / "run_config.json"
-            try:
-                run = json.loads(path.read_text(encoding="utf-8"))
-                fields = dataclasses.fields(EvalConfig)
-                types = {entry.name: type(entry.default) for entry in fields}
-                own = {"json", "data", "offline", "temperature", "output_dir", "resume"}
-                names = types.keys() - own  # the others mean the same in both command lines
-                settings = {name: types[name](run[name]) for name in names if name in run}
-                settings["offline"] = run["offline"]
-                settings["temperature"] = float(run["eval_temperature"])
-                settings["data"] = str(run["eval_data"] or run["data"])
-                settings["held_out_of"] = "" if run["eval_data"] else settings["data"]
-                settings["data_questions"] = int(run.get("data_questions", 0))
-                settings["eval_hash"] = run.get("eval_hash", "")
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ValueError(
-                    f"{path} is damaged ({type(error).__name__}: {error}): it says how the run of "
-                    "this adapter measured itself. Restore it, or move the adapter elsewhere."
-                ) from error
-            return settings
-    return agentflow.adapter_settings(adapter)
+    own = {"json", "data", "output_dir", "resume", "merge_to"}
+    settings, run = agentflow.flags_of_run(adapter, EvalConfig, own)
+    if not run:
+        return agentflow.adapter_settings(adapter)
+    settings["data"] = str(run.get("eval_data") or run.get("data") or EvalConfig.data)
+    settings["held_out_of"] = "" if run.get("eval_data") else settings["data"]
+    settings["data_questions"] = int(run.get("data_questions", 0))
+    settings["eval_hash"] = run.get("eval_hash", "")
+    return settings
 
 
 def held_out_questions(
