@@ -1,5 +1,11 @@
 """What several test files share."""
 
+import os
+
+# Before torch is imported, here and in the programs that tests start: test processes run beside
+# each other, and two that both use two threads on two cores wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
