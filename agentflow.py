@@ -498,7 +498,10 @@ class RemoteBackbone:
 
     def __init__(self, url: str, model: str = "", timeout: float = 600.0) -> None:
         """url: up to and with "/v1". model: as served; "": the only one that is served. Raises
-        ValueError where it serves no such model, ServerDown where nothing answers."""
+        ValueError for no address and where it serves no such model, ServerDown where nothing
+        answers."""
+        if not re.match(r"https?://[^/]", url):
+            raise ValueError(f"{url} is no server's address, such as http://localhost:8000/v1.")
         self.url, self.timeout = url.rstrip("/"), timeout
         self._places = threading.BoundedSemaphore(WORKERS)
         self._pending: dict[Future, Request] = {}
@@ -2046,7 +2049,7 @@ class AskConfig(ToolFlags):
     # One question, answered by which model
     question: str = "What is 23 times the atomic number of the element Iron?"  # what to answer
     adapter: str = ""  # a run folder or checkpoint: asked with its run's model, tools and limits
-    model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
+    model: str = "builtin"  # "builtin", "smollm2", a folder, a name on the hub, or config:NAME
     device: str = "auto"  # auto | cpu | cuda | mps
     max_turns: int = 3  # T_max
     temperature: float = 0.7  # of the planner; the frozen modules are greedy

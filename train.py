@@ -60,7 +60,7 @@ class Config(agentflow.ToolFlags):
     data_questions: int = 0  # so many of sets by name; 0: as many as the steps ask
     eval_data: str = ""  # held-out questions, as eval.py's --data; default: a tenth of --data
     reward: str = ""  # FILE.py:FUNCTION(response, question) -> 0..1, instead of the answer's rule
-    model: str = "builtin"  # "builtin", "smollm2", a folder, or a name on the Hugging Face hub
+    model: str = "builtin"  # "builtin", "smollm2", a folder, a name on the hub, or config:NAME
     device: str = "auto"  # auto | cpu | cuda | mps
     frozen_url: str = ""  # an OpenAI-compatible server (".../v1") for the frozen modules
     frozen_model: str = ""  # its name there; default: the only one that is served

@@ -109,6 +109,12 @@ def test_the_servers_model_is_checked_at_the_start(tmp_path, few_questions, chat
         assert not (tmp_path / "run").exists()
 
 
+def test_what_is_no_address_is_refused_at_once(tmp_path, capsys):
+    for flag in ("--frozen_url", "--judge"):
+        assert run(*SMALL, flag, "localhost:8000/v1", "--output_dir", tmp_path / "run") == 2
+        assert "http://localhost:8000/v1" in capsys.readouterr().err
+
+
 def test_a_roll_out_whose_server_fails_has_no_reward_and_leaves_its_group(
     tmp_path, few_questions, chat, monkeypatch  # noqa: F811
 ):
