@@ -505,7 +505,11 @@ class RemoteBackbone:
         self.url, self.timeout = url.rstrip("/"), timeout
         self._places = threading.BoundedSemaphore(WORKERS)
         self._pending: dict[Future, Request] = {}
-        served = [str(entry["id"]) for entry in self._call("models").get("data") or []]
+        answer = self._call("models")
+        try:
+            served = [str(entry["id"]) for entry in answer["data"] or []]
+        except (KeyError, TypeError) as error:
+            raise ServerDown(f"{self.url} gave no list of its models: {error!r}") from error
         if not model and len(served) != 1:
             raise ValueError(f"{self.url} serves {', '.join(served) or 'nothing'}: name one model.")
         if model and served and model not in served:

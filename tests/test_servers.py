@@ -115,6 +115,25 @@ def test_what_is_no_address_is_refused_at_once(tmp_path, capsys):
         assert "http://localhost:8000/v1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("answer", [b"[]", b"{}", b'{"data": [1]}', b"<html>", b"", b"null"])
+def test_a_list_of_models_that_is_none_is_said_in_a_sentence(tmp_path, server, capsys, answer):
+    server.answers["/v1/models"] = lambda state: (200, {}, answer)
+    url = f"{server.base}/v1"
+    assert run(*SMALL, "--frozen_url", url, "--output_dir", tmp_path / "run") == 2
+    errors = capsys.readouterr().err
+    assert url in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("answer", [[], {}, {"choices": []}, {"choices": [{"message": 1}]}, None])
+def test_a_completion_that_is_none_is_a_server_that_is_down(server, answer):
+    server.answers["/v1/models"] = lambda state: (200, {}, b'{"data": [{"id": "base"}]}')
+    body = json.dumps(answer).encode()
+    server.answers["/v1/chat/completions"] = lambda state: (200, {}, body)
+    remote = agentflow.RemoteBackbone(f"{server.base}/v1")
+    with pytest.raises(ServerDown):
+        remote.reply(Request(Ask("verifier", "system", "user"), 0.0, 8, (0,)))
+
+
 def test_a_roll_out_whose_server_fails_has_no_reward_and_leaves_its_group(
     tmp_path, few_questions, chat, monkeypatch  # noqa: F811
 ):
