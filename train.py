@@ -1234,8 +1234,11 @@ class Training:
     interrupt: InterruptLater
     torn: bool = False  # an update is under way: the weights are those of no step
 
+    def tear(self) -> None:
+        self.torn = True
 
-def shared(t: Training, count: int, work: Callable[[list[int]], list]) -> list:
+
+def shared(training: Training, count: int, work: Callable[[list[int]], list]) -> list:
     """A result for each of `count` things: every process makes those of its own places, by
     work(places) -> results, and learns the others'.
 
@@ -1244,39 +1247,42 @@ def shared(t: Training, count: int, work: Callable[[list[int]], list]) -> list:
     """
     made = None
     try:
-        t.interrupt.release()
-        made = work(t.team.own(count))
-        t.interrupt.hold()
+        training.interrupt.release()
+        made = work(training.team.own(count))
+        training.interrupt.hold()
     except KeyboardInterrupt:
-        t.interrupt.hold()
+        training.interrupt.hold()
     results: list = [None] * count
-    everyone = t.team.gather(made)
+    everyone = training.team.gather(made)
     if any(part is None for part in everyone):
         raise KeyboardInterrupt
     for rank, part in enumerate(everyone):
-        results[rank :: t.team.size] = part
+        results[rank :: training.team.size] = part
     return results
 
 
-def train_step(t: Training, step: int) -> tuple[dict, list, dict]:
+def train_step(training: Training, step: int) -> tuple[dict, list, dict]:
     """One pass of Algorithm 1: the step's metrics, its roll-outs' records, their prompts' heads."""
-    config, started = t.config, time.perf_counter()
+    config, started = training.config, time.perf_counter()
     # 1. Roll-outs: G attempts at each of Q questions with the present planner, pi_old
-    places = questions_of_step(t.questions, step, config)
-    groups = shared(t, len(places), lambda own: roll_out_groups(t, step, places, own))
+    places = questions_of_step(training.questions, step, config)
+    groups = shared(training, len(places), lambda own: roll_out_groups(training, step, places, own))
     rollouts = list(itertools.chain(*groups))  # (R,) group by group
     group_ids = torch.arange(len(places)).repeat_interleave(config.num_generations)  # (R,)
     rolled = time.perf_counter()
     # 2. Outcome: one number a roll-out, broadcast unchanged to all of its turns
-    asked = [t.questions[places[group]] for group in group_ids.tolist()]
-    outcomes = shared(t, len(rollouts), lambda own: score(t, step, asked, rollouts, own))
+    asked = [training.questions[places[group]] for group in group_ids.tolist()]
+    outcomes = shared(
+        training, len(rollouts), lambda own: score(training, step, asked, rollouts, own)
+    )
     rewards = rewards_of(outcomes, step)  # (R,)
     scored = time.perf_counter()
     # 3. Update: Eq. 5 to 7
     rows, advantages = make_rows(rollouts, rewards, group_ids)
-    t.torn = False
-    report = update(t.backbone, t.optimizer, rows, config, t.team, lambda: setattr(t, "torn", True))
-    probed = probe(t.backbone, rows, config)
+    report = update(
+        training.backbone, training.optimizer, rows, config, training.team, training.tear
+    )
+    probed = probe(training.backbone, rows, config)
     trained = time.perf_counter()
     # 4. Log
     seconds = {
@@ -1285,31 +1291,35 @@ def train_step(t: Training, step: int) -> tuple[dict, list, dict]:
         "time/tools": sum(turn.result.seconds for r in rollouts for turn in r.turns),
         "time/score": scored - rolled,
         "time/train": trained - scored,
-        "adapter/delta_norm": t.backbone.adapter_norm(),
+        "adapter/delta_norm": training.backbone.adapter_norm(),
         **probed,
     }
     metrics = step_metrics(rollouts, rewards, group_ids, report, rows, config, seconds)
-    records = rollout_records(t, step, asked, rollouts, rows, rewards.tolist(), advantages.tolist())
-    t.torn = False
+    records = rollout_records(
+        training, step, asked, rollouts, rows, rewards.tolist(), advantages.tolist()
+    )
+    training.torn = False
     return {"step": step, **metrics}, records, heads_of(rollouts)
 
 
-def roll_out_groups(t: Training, step: int, places: list[int], own: list[int]) -> list[list]:
+def roll_out_groups(
+    training: Training, step: int, places: list[int], own: list[int]
+) -> list[list]:
     """The G roll-outs of each of the own groups; places: which questions the step asks."""
-    config, sampling = t.config, agentflow.sampling_of(t.config, t.config.temperature)
-    number = config.num_generations
+    config, number = training.config, training.config.num_generations
+    sampling = agentflow.sampling_of(config, config.temperature)
     again = [places[:group].count(places[group]) for group in own]  # asked twice in one step
 
     def work() -> list:
         title, total = f"step {step} roll-outs", len(own) * number
-        hidden = None if t.team.leads else True  # None: shown in a terminal only
+        hidden = None if training.team.leads else True  # None: shown in a terminal only
         with tqdm(total=total, desc=title, leave=False, disable=hidden) as bar:
             return agentflow.roll_out(
-                [t.questions[places[group]].text for group in own],
+                [training.questions[places[group]].text for group in own],
                 number,
-                t.backbone,
-                t.tools,
-                agentflow.limits_of(config, t.backbone),
+                training.backbone,
+                training.tools,
+                agentflow.limits_of(config, training.backbone),
                 sampling,
                 seed=config.seed,
                 step=step,
@@ -1319,11 +1329,11 @@ def roll_out_groups(t: Training, step: int, places: list[int], own: list[int]) -
                 on_done=lambda index, rollout: bar.update(),
             )
 
-    rollouts = within_memory(work, lambda: f"--slots {t.backbone.halve_slots()} from now on")
+    rollouts = within_memory(work, lambda: f"--slots {training.backbone.halve_slots()} from now on")
     return [rollouts[i : i + number] for i in range(0, len(rollouts), number)]
 
 
-def score(t: Training, step: int, asked: list, rollouts: list, own: list[int]) -> list:
+def score(training: Training, step: int, asked: list, rollouts: list, own: list[int]) -> list:
     """(reward, what server was down) of the own roll-outs; NaN where nobody could judge one."""
 
     def outcome(place: int):
@@ -1331,13 +1341,13 @@ def score(t: Training, step: int, asked: list, rollouts: list, own: list[int]) -
             return math.nan, rollouts[place].failed
         try:
             reply = rollouts[place].generator.text
-            return (yield from t.scoring.reward(reply, asked[place])), ""
+            return (yield from training.scoring.reward(reply, asked[place])), ""
         except ServerDown as error:
             return math.nan, str(error)
 
-    keys = [(t.config.seed, step, -1, place) for place in own]  # no roll-out has these
-    sampling = agentflow.sampling_of(t.config, 0.0)
-    return agentflow.drive([outcome(place) for place in own], keys, t.backbone, sampling)
+    keys = [(training.config.seed, step, -1, place) for place in own]  # no roll-out has these
+    sampling = agentflow.sampling_of(training.config, 0.0)
+    return agentflow.drive([outcome(place) for place in own], keys, training.backbone, sampling)
 
 
 def rewards_of(outcomes: list[tuple[float, str]], step: int) -> torch.Tensor:
@@ -1351,113 +1361,115 @@ def rewards_of(outcomes: list[tuple[float, str]], step: int) -> torch.Tensor:
     return torch.tensor([reward for reward, _ in outcomes], dtype=torch.float64)
 
 
-def rollout_records(t: Training, step, asked, rollouts, rows, rewards, advantages) -> list[dict]:
+def rollout_records(
+    training: Training, step, asked, rollouts, rows, rewards, advantages
+) -> list[dict]:
     """A line of rollouts/<step>.jsonl for each roll-out; one of them in the terminal now and then.
 
     asked, rollouts, rewards, advantages: R of each, group by group; rows: one a turn, in order.
     """
     left, records = iter(rows), []
     for i, rollout in enumerate(rollouts):
-        group, number = divmod(i, t.config.num_generations)
+        group, number = divmod(i, training.config.num_generations)
         own_rows = list(itertools.islice(left, len(rollout.turns)))
         records.append(
             rollout_record(
                 step, group, number, asked[i], rollout, own_rows, rewards[i], advantages[i]
             )
         )
-    if t.team.leads and step % SHOW_EVERY == 1 and not rollouts[0].failed:
+    if training.team.leads and step % SHOW_EVERY == 1 and not rollouts[0].failed:
         tqdm.write(f"\nOne roll-out of step {step}, reward {rewards[0]:g}:")
         tqdm.write(agentflow.describe(rollouts[0]) + "\n")
-    return records[: t.config.log_rollouts or None]
+    return records[: training.config.log_rollouts or None]
 
 
-def measure(t: Training, title: str) -> dict:
+def measure(training: Training, title: str) -> dict:
     """Held-out accuracy: the same items, random numbers and code before, between and after."""
-    count = len(t.held_out)
+    count = len(training.held_out)
 
     def work(own: list[int]) -> list:
         if not own:
             return []
         return evaluation.evaluate(
-            t.backbone,
-            t.held_out,
-            t.tools,
-            agentflow.limits_of(t.config, t.backbone),
-            agentflow.sampling_of(t.config, t.config.eval_temperature),
-            t.config.seed,
-            title if t.team.leads else "",
-            scoring=t.scoring,
+            training.backbone,
+            training.held_out,
+            training.tools,
+            agentflow.limits_of(training.config, training.backbone),
+            agentflow.sampling_of(training.config, training.config.eval_temperature),
+            training.config.seed,
+            title if training.team.leads else "",
+            scoring=training.scoring,
             done=set(range(count)) - set(own),
         )["items"]
 
-    return evaluation.summarise(shared(t, count, work))
+    return evaluation.summarise(shared(training, count, work))
 
 
-def measure_step(t: Training, step: int) -> None:
+def measure_step(training: Training, step: int) -> None:
     """Adds the held-out accuracy behind a step to its line, where it is due and not yet there: a
     stop during the measurement leaves that to the run that goes on, with the same weights."""
-    every = t.config.eval_steps
-    if not every or step % every or step >= t.config.max_steps:
+    every = training.config.eval_steps
+    if not every or step % every or step >= training.config.max_steps:
         return
-    rows = t.team.gather(t.run.metrics())[0]
+    rows = training.team.gather(training.run.metrics())[0]
     if rows and rows[-1]["step"] == step and "eval/accuracy" not in rows[-1]:
-        rows[-1]["eval/accuracy"] = measure(t, f"held out, step {step}")["accuracy"]
+        rows[-1]["eval/accuracy"] = measure(training, f"held out, step {step}")["accuracy"]
         print(f"held-out accuracy after step {step}: {rows[-1]['eval/accuracy']:.3f}", flush=True)
-        if t.run.writes:
-            write_jsonl(t.run.folder / "metrics.jsonl", rows)
+        if training.run.writes:
+            write_jsonl(training.run.folder / "metrics.jsonl", rows)
 
 
-def commit(t: Training, finished: tuple[dict, list, dict], save: bool) -> None:
+def commit(training: Training, finished: tuple[dict, list, dict], save: bool) -> None:
     """Writes what a step left: roll-outs, metrics, checkpoint. Once more does no harm."""
     metrics, records, heads = finished
-    t.run.write_rollouts(metrics["step"], records, heads)
-    t.run.log(metrics)
+    training.run.write_rollouts(metrics["step"], records, heads)
+    training.run.log(metrics)
     if save:
-        t.run.save(metrics["step"], t.backbone, t.optimizer, metrics)
+        training.run.save(metrics["step"], training.backbone, training.optimizer, metrics)
 
 
-def take_steps(t: Training, done: int) -> int:
+def take_steps(training: Training, done: int) -> int:
     """Steps done + 1 to the last one: each logged, some saved and measured. Returns the last one.
 
     On Ctrl-C, or whatever else ends it early, every finished step is saved before it is raised on;
     except where an update broke off in the middle: its weights are no step's, and the last
     checkpoint stands.
     """
-    config, finished = t.config, None
-    t.interrupt.hold()
+    config, finished = training.config, None
+    training.interrupt.hold()
     try:
         for step in range(done + 1, config.max_steps + 1):
-            finished = train_step(t, step)
+            finished = train_step(training, step)
             done = step
-            news = sound_alarms(t.run, finished[0], t.backbone.dtype == torch.float32)
-            commit(t, finished, save=step % config.save_steps == 0)
+            news = sound_alarms(training.run, finished[0], training.backbone.dtype == torch.float32)
+            commit(training, finished, save=step % config.save_steps == 0)
             print(step_line(finished[0], config.num_questions), *news, sep="\n", flush=True)
-            t.run.tracker.log(finished[0])
-            measure_step(t, step)
+            training.run.tracker.log(finished[0])
+            measure_step(training, step)
     finally:  # Ctrl-C, a full disk, a gradient that is no number: nothing is lost
-        t.interrupt.hold()
+        training.interrupt.hold()
         if finished is None:  # no step: the planner as it was
-            t.run.save(done, t.backbone, t.optimizer)
-        elif not t.torn:
-            commit(t, finished, save=True)
+            training.run.save(done, training.backbone, training.optimizer)
+        elif not training.torn:
+            commit(training, finished, save=True)
     return done
 
 
-def train(t: Training) -> dict:
+def train(training: Training) -> dict:
     """The whole run; returns summary.json's content. On Ctrl-C everything done so far is saved."""
-    started, config, run = time.perf_counter(), t.config, t.run
-    done = run.load_last(t.backbone, t.optimizer) if config.resume else 0
+    started, config, run = time.perf_counter(), training.config, training.run
+    done = run.load_last(training.backbone, training.optimizer) if config.resume else 0
     if config.resume:
         left = max(0, config.max_steps - done)
         print(f"resumed after step {done}; {left} steps to go", flush=True)
-        measure_step(t, done)
-    before = t.team.gather(run.read_evaluation("eval_before"))[0]
+        measure_step(training, done)
+    before = training.team.gather(run.read_evaluation("eval_before"))[0]
     if before is None or done == 0:
-        before = measure(t, "held out, before")
+        before = measure(training, "held out, before")
         run.write_evaluation("eval_before", before)
     print(f"held-out accuracy before: {before['accuracy']:.3f}", flush=True)
-    done = take_steps(t, done)
-    after = measure(t, "held out, after")
+    done = take_steps(training, done)
+    after = measure(training, "held out, after")
     run.write_evaluation("eval_after", after)
     summary = {
         "accuracy_before": before["accuracy"],
@@ -2262,33 +2274,33 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         team, device = join_team(config.device)
         # A built-in model keeps its tools offline; that does not keep its user from loading data.
-        t = prepare(config, team, device, offline=bool(asked.offline))
+        training = prepare(config, team, device, offline=bool(asked.offline))
     except (ValueError, OSError) as error:
         return agentflow.fail(error)
     if config.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     print(" ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items()))
     print(
-        f"{len(t.questions)} questions to train on, {len(t.held_out)} held out; "
-        f"{t.backbone.device}{f' and {team.size - 1} more' if team.size > 1 else ''}; "
-        f"run folder {t.run.folder}"
+        f"{len(training.questions)} questions to train on, {len(training.held_out)} held out; "
+        f"{training.backbone.device}{f' and {team.size - 1} more' if team.size > 1 else ''}; "
+        f"run folder {training.run.folder}"
     )
-    if any(tool.name == "Python_Coder_Tool" for tool in t.tools):
+    if any(tool.name == "Python_Coder_Tool" for tool in training.tools):
         print(sandbox_line())
-    to_go_on = f"To go on: python train.py --resume --output_dir {t.run.folder}"
+    to_go_on = f"To go on: python train.py --resume --output_dir {training.run.folder}"
     try:
-        train(t)
+        train(training)
     except KeyboardInterrupt:
         print(f"\nstopped; finished steps are saved. {to_go_on}", file=sys.stderr)
         return 130
     except (ValueError, OSError, FloatingPointError, MemoryError) as error:
         code = agentflow.fail(error)
-        if t.run.checkpoints():
+        if training.run.checkpoints():
             print(f"Finished steps are saved. {to_go_on}", file=sys.stderr)
         return code
     finally:  # not only with the process: notebooks and tests go on in theirs
-        t.interrupt.drop()
-        t.run.close()
+        training.interrupt.drop()
+        training.run.close()
         if team.size > 1:
             dist.destroy_process_group()
     return 0
