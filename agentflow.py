@@ -544,9 +544,10 @@ class RemoteBackbone:
         answer = self._call("chat/completions", body)
         try:
             choice = answer["choices"][0]
-            text = choice["message"]["content"] or ""  # null: a refusal, or a call of its own tools
+            # null: a refusal, or a call of its own tools; JSON can hold half a character
+            text = (choice["message"]["content"] or "").encode("utf-8", "replace").decode()
             finished = choice["finish_reason"] != "length"
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ServerDown(f"{self.url} gave no chat completion: {error!r}") from error
         return Reply(text, [], [], [], finished, ask)
 
@@ -569,7 +570,7 @@ class RemoteBackbone:
                 if response.status_code < 500 and response.status_code not in (408, 409, 429):
                     raise ValueError(f"{self.url}/{path} refused the request ({problem})")
                 told = seconds_to_wait(response.headers.get("Retry-After", ""))
-            except requests.RequestException as error:  # also an answer that is no JSON
+            except (requests.RequestException, RecursionError) as error:  # also what is no JSON
                 problem = f"{type(error).__name__}: {error}"
             if attempt < self.TRIES - 1:
                 time.sleep(min(60.0, 2.0**attempt if told is None else told))

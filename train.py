@@ -1351,12 +1351,13 @@ def score(training: Training, step: int, asked: list, rollouts: list, own: list[
 
 
 def rewards_of(outcomes: list[tuple[float, str]], step: int) -> torch.Tensor:
-    """Outcomes -> rewards (R,), fp64: 0.2 is logged as 0.2. Raises ServerDown where servers left
-    none: a step of which nobody knows anything is not taken."""
-    if all(down for _, down in outcomes):
+    """Outcomes -> rewards (R,), fp64: 0.2 is logged as 0.2. Raises ServerDown where there is none:
+    a step of which nobody knows anything is not taken."""
+    if all(math.isnan(reward) for reward, _ in outcomes):
+        why = next((down for _, down in outcomes if down), "no verdict of the judge can be read")
         raise ServerDown(
-            f"Step {step} is not taken, none of its roll-outs has a reward: {outcomes[0][1]}. "
-            "Start the server again (it may have another address now), then go on with --resume."
+            f"Step {step} is not taken, none of its roll-outs has a reward: {why}. Mend or start "
+            "the server (it may have another address now), then go on with --resume."
         )
     return torch.tensor([reward for reward, _ in outcomes], dtype=torch.float64)
 
@@ -1422,10 +1423,31 @@ def measure_step(training: Training, step: int) -> None:
 def commit(training: Training, finished: tuple[dict, list, dict], save: bool) -> None:
     """Writes what a step left: roll-outs, metrics, checkpoint. Once more does no harm."""
     metrics, records, heads = finished
-    training.run.write_rollouts(metrics["step"], records, heads)
-    training.run.log(metrics)
+    run = training.run
+    run.write_rollouts(metrics["step"], records, heads)
+    run.log(metrics)
     if save:
-        training.run.save(metrics["step"], training.backbone, training.optimizer, metrics)
+        run.save(metrics["step"], training.backbone, training.optimizer, metrics)
+
+
+def keep_what_is_done(training: Training, done: int, finished: tuple | None) -> None:
+    """The end of a run, by whatever: the last finished step is in a checkpoint.
+
+    A step whose roll-outs cannot be written is taken again, unless others before it would be lost
+    with it: then it is saved, with its line, without them.
+    """
+    run, parts = training.run, (training.backbone, training.optimizer)
+    if training.torn:
+        return  # the weights are no step's: what is on the disk stays as it is
+    if finished is None:  # no step: the planner as it was
+        return run.save(done, *parts)
+    try:
+        commit(training, finished, save=True)
+    except (OSError, ValueError):
+        saved = max((int(path.name[11:]) for path in run.checkpoints()), default=0)
+        if saved < done - 1:
+            run.save(done, *parts, finished[0])
+        raise
 
 
 def take_steps(training: Training, done: int) -> int:
@@ -1448,10 +1470,7 @@ def take_steps(training: Training, done: int) -> int:
             measure_step(training, step)
     finally:  # Ctrl-C, a full disk, a gradient that is no number: nothing is lost
         training.interrupt.hold()
-        if finished is None:  # no step: the planner as it was
-            training.run.save(done, training.backbone, training.optimizer)
-        elif not training.torn:
-            commit(training, finished, save=True)
+        keep_what_is_done(training, done, finished)
     return done
 
 

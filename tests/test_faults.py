@@ -151,6 +151,40 @@ def test_a_second_iteration_that_fails_saves_no_half_updated_step(
     assert numbers(folder) == numbers(other)
 
 
+def test_an_update_torn_in_the_first_step_saves_nothing(tmp_path, few_questions, monkeypatch):  # noqa: F811
+    """Once in a new run, once in a resumed one: no checkpoint, and no adapter, of torn weights."""
+    folder, right, calls = tmp_path / "run", train.accumulate_gradients, []
+
+    def failing(backbone, *rest):
+        report = right(backbone, *rest)
+        calls.append(1)
+        if len(calls) == 2:
+            backbone.trainable_parameters()[0].grad[0, 0] = torch.nan
+        return report
+
+    common = [*flags(folder, few_questions, steps=1), "--num_iterations", 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "accumulate_gradients", failing)
+        assert run(*common) == 2
+        assert not list(folder.glob("checkpoint-*")) and not list(folder.glob("adapter*"))
+        assert run("--resume", "--output_dir", folder) == 0
+        adapter = (folder / "adapter_model.safetensors").read_bytes()
+        calls.clear()
+        assert run("--resume", "--max_steps", 2, "--output_dir", folder) == 2
+    assert (folder / "adapter_model.safetensors").read_bytes() == adapter
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_roll_outs_that_cannot_be_written_do_not_take_other_steps_with_them(
+    tmp_path, few_questions, monkeypatch  # noqa: F811
+):
+    folder = tmp_path / "run"
+    failing = fails_at(3, train.Run.write_rollouts, FULL_DISK, times=9)
+    monkeypatch.setattr(train.Run, "write_rollouts", failing)
+    assert run(*flags(folder, few_questions), "--save_steps", 10) == 2
+    assert (folder / "checkpoint-3").is_dir()
+
+
 @pytest.mark.parametrize("keep, left", [(2, {3, 4}), (1, {4}), (0, {1, 2, 3, 4})])
 def test_old_checkpoints_are_removed(tmp_path, few_questions, keep, left):  # noqa: F811
     folder = tmp_path / "run"

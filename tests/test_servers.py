@@ -124,7 +124,8 @@ def test_a_list_of_models_that_is_none_is_said_in_a_sentence(tmp_path, server, c
     assert url in errors and "Traceback" not in errors
 
 
-@pytest.mark.parametrize("answer", [[], {}, {"choices": []}, {"choices": [{"message": 1}]}, None])
+@pytest.mark.parametrize("answer", [[], {}, {"choices": []}, {"choices": [{"message": 1}]}, None,
+                                    {"choices": [{"message": {"content": 5}}]}])
 def test_a_completion_that_is_none_is_a_server_that_is_down(server, answer):
     server.answers["/v1/models"] = lambda state: (200, {}, b'{"data": [{"id": "base"}]}')
     body = json.dumps(answer).encode()
@@ -231,6 +232,25 @@ def test_a_verdict_that_cannot_be_read_is_no_reward(tmp_path, few_questions, cha
     (row,) = read(folder / "metrics.jsonl")
     rewards = [line["reward"] for line in read(folder / "rollouts" / "1.jsonl")]
     assert rewards.count(None) == row["rollouts/failed"] == 1
+
+
+def test_a_judge_that_never_says_anything_ends_the_run(tmp_path, few_questions, chat, capsys):  # noqa: F811
+    chat.say = lambda body: "I cannot say."
+    assert run(*SMALL, "--eval_data", few_questions, "--judge", chat.url,
+               "--output_dir", tmp_path / "run") == 2  # fmt: skip
+    assert "no verdict of the judge can be read" in capsys.readouterr().err
+
+
+def test_half_a_character_and_endless_brackets_are_no_crash(server):
+    server.answers["/v1/models"] = lambda state: (200, {}, b'{"data": [{"id": "base"}]}')
+    remote = agentflow.RemoteBackbone(f"{server.base}/v1")
+    request = Request(Ask("verifier", "system", "user"), 0.0, 8, (0,))
+    body = b'{"choices": [{"message": {"content": "a\\ud800b"}, "finish_reason": "stop"}]}'
+    server.answers["/v1/chat/completions"] = lambda state: (200, {}, body)
+    assert remote.reply(request).text == "a?b"
+    server.answers["/v1/chat/completions"] = lambda state: (200, {}, b"[" * 200_000)
+    with pytest.raises(ServerDown):
+        remote.reply(request)
 
 
 def test_a_judge_may_not_come_or_go_on_resume(tmp_path, few_questions, chat, capsys):  # noqa: F811
