@@ -75,6 +75,7 @@ from tools import (
     LIBRARY,
     Ask,
     Job,
+    Refused,
     ServerDown,
     Tool,
     ToolResult,
@@ -250,20 +251,20 @@ def flow(question: str, analysis: Reply, tools: list[Tool], limits: Limits):
 
 
 def analysis_or_error(question: str, tools: list[Tool]):
-    """`analyse`, or the ServerDown that it would have raised: a group less, the others go on."""
+    """`analyse`, or the server's error that it would have raised: a group less, others go on."""
     try:
         return (yield from analyse(question, tools))
-    except ServerDown as error:
+    except (ServerDown, Refused) as error:
         return error
 
 
-def flow_or_failure(question: str, analysis: Reply | ServerDown, tools: list[Tool], limits: Limits):
-    """`flow`, or a roll-out without turns where a server of frozen modules is down."""
+def flow_or_failure(question: str, analysis: Reply | Exception, tools: list[Tool], limits: Limits):
+    """`flow`, or a roll-out without turns where a server of frozen modules is down or refuses."""
     try:
-        if isinstance(analysis, ServerDown):
+        if isinstance(analysis, Exception):
             raise analysis
         return (yield from flow(question, analysis, tools, limits))
-    except ServerDown as error:
+    except (ServerDown, Refused) as error:
         nothing = Reply("", [], [], [], finished=False, ask=Ask("generator", "", ""))
         return Rollout(question, nothing, [], "", [], nothing, 0, failed=str(error))
 
@@ -568,7 +569,7 @@ class RemoteBackbone:
                 if response.status_code in (401, 403):
                     raise ServerDown(f"{self.url} wants another OPENAI_API_KEY ({problem})")
                 if response.status_code < 500 and response.status_code not in (408, 409, 429):
-                    raise ValueError(f"{self.url}/{path} refused the request ({problem})")
+                    raise Refused(f"{self.url}/{path} refused the request ({problem})")
                 told = seconds_to_wait(response.headers.get("Retry-After", ""))
             except (requests.RequestException, RecursionError) as error:  # also what is no JSON
                 problem = f"{type(error).__name__}: {error}"

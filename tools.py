@@ -141,6 +141,10 @@ class ServerDown(ConnectionError):
     """
 
 
+class Refused(ValueError):
+    """A server refuses this request, whatever it does with others: the prompt is too long."""
+
+
 class Tool:
     """A tool card plus `run`. Write your own by setting the fields and `run` in a subclass.
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -105,6 +106,9 @@ class Config(agentflow.ToolFlags):
 
 # What stands in for Config's defaults; a flag beside --preset overrides it. `--dry_run` says what
 # each needs; slots and micro_batch_tokens are what fits the card (PRESET_GB) by that plan.
+PAPER_TOOLS = (
+    "Base_Generator_Tool,Python_Coder_Tool,Google_Search_Tool,Wikipedia_Search_Tool,Web_Search_Tool"
+)
 PRESETS: dict[str, dict] = {
     "laptop": {},  # the paper in miniature: the built-in backbone, questions and library
     "smollm2": {  # a small pretrained model on the built-in questions, on a CPU
@@ -114,6 +118,7 @@ PRESETS: dict[str, dict] = {
     },
     "single_gpu_24gb": {  # Qwen2.5 of 0.5B to 3B
         "model": "Qwen/Qwen2.5-1.5B-Instruct", "device": "cuda", "data": "nq,deepmath",
+        "tools": PAPER_TOOLS,
         "num_questions": 8, "num_generations": 8, "max_turns": 3, "max_steps": 100,
         "learning_rate": 1e-5, "lora_r": 16, "temperature": 0.7, "max_completion_length": 512,
         "max_frozen_length": 512, "max_prompt_length": 6144, "slots": 28,
@@ -122,6 +127,7 @@ PRESETS: dict[str, dict] = {
     },
     "single_gpu_80gb": {
         "model": "Qwen/Qwen2.5-7B-Instruct", "device": "cuda", "data": "nq,deepmath",
+        "tools": PAPER_TOOLS,
         "num_questions": 32, "num_generations": 8, "max_turns": 3, "max_steps": 100,
         "learning_rate": 1e-5, "lora_r": 16, "temperature": 0.5, "max_completion_length": 2048,
         "max_frozen_length": 2048, "max_prompt_length": 18432, "slots": 24,
@@ -130,6 +136,7 @@ PRESETS: dict[str, dict] = {
     },
     "paper": {  # the official configuration: all weights are trained
         "model": "Qwen/Qwen2.5-7B-Instruct", "device": "cuda", "data": "nq,deepmath",
+        "tools": PAPER_TOOLS,
         "num_questions": 32, "num_generations": 8, "max_turns": 3, "max_steps": 100,
         "learning_rate": 1e-6, "beta": 0.001, "epsilon": 0.2, "epsilon_high": 0.3, "lora_r": 0,
         "temperature": 0.5, "max_completion_length": 2048, "max_frozen_length": 2048,
@@ -242,12 +249,20 @@ class Row:
 
 
 def make_rows(rollouts: list, rewards: torch.Tensor, group_ids: torch.Tensor):
-    """(rows, advantages (R,)): a row for every planner turn of every roll-out of a step."""
+    """(rows, advantages (R,)): a row for every planner turn of every roll-out of a step.
+
+    A roll-out that nobody could judge leaves its group, in Eq. 5 as in Eq. 7: its rows weigh 0, for
+    the records alone, and the others' weights are as if it were not there.
+    """
     advantages = flow_grpo.group_advantages(rewards, group_ids)  # (R,)  Eq. 7
     turns = [(i, turn.planner) for i, rollout in enumerate(rollouts) for turn in rollout.turns]
     rollout_ids = torch.tensor([i for i, _ in turns])  # (N,)
     lengths = torch.tensor([len(reply.response_ids) for _, reply in turns])  # (N,)
-    weights = flow_grpo.turn_weights(group_ids[rollout_ids], rollout_ids, lengths)  # (N,)
+    judged = ~rewards.isnan()[rollout_ids]  # (N,)
+    weights = torch.zeros(len(turns))  # (N,)
+    weights[judged] = flow_grpo.turn_weights(
+        group_ids[rollout_ids][judged], rollout_ids[judged], lengths[judged]
+    )
     rows = [
         Row(
             reply.prompt_ids,
@@ -391,6 +406,7 @@ def update(
     before_step: called before a weight changes. Raises FloatingPointError for a gradient that is no
     number, MemoryError where half the token budget is still too much.
     """
+    rows = [row for row in rows if row.weight]  # the others were not judged
     if not config.beta:  # a flat group has advantage 0: without a KL term it has no gradient
         rows = [row for row in rows if row.advantage != 0]
     own = [row for row in rows if row.group % team.size == team.rank]
@@ -488,10 +504,9 @@ class RoundedAdamW(torch.optim.Optimizer):
                 if weight.grad is None:
                     continue
                 state = self.state[weight]
-                if not state:
-                    state["step"] = 0
-                    state["exp_avg"] = torch.zeros_like(weight)
-                    state["exp_avg_sq"] = torch.zeros_like(weight)
+                if not state:  # all of it or nothing, also where the memory does not suffice
+                    moments = torch.zeros_like(weight), torch.zeros_like(weight)
+                    state.update(step=0, exp_avg=moments[0], exp_avg_sq=moments[1])
                 state["step"] += 1
                 generator = torch.Generator(weight.device)
                 generator.manual_seed(agentflow.row_seed((self.seed, state["step"], number)))
@@ -591,7 +606,8 @@ def step_line(metrics: dict, groups: int) -> str:
     """One line a step, always in this order."""
 
     def show(name: str, form: str) -> str:
-        return "-" if metrics.get(name) is None else format(metrics[name], form)
+        value = without_nan(metrics.get(name))
+        return "-" if value is None else format(value, form)
 
     line = (
         f"step {metrics['step']:3d} | reward {show('reward', '.2f')}"
@@ -1115,13 +1131,15 @@ class Run:
         if not self.writes or metrics["step"] <= self.logged:
             return
         row = {name: without_nan(value) for name, value in metrics.items()}
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+        line = (json.dumps(row) + "\n").encode()
+        # Unbuffered: what did not fit must not be written again when the file is closed.
+        with open(self.folder / "metrics.jsonl", "ab", buffering=0) as file:
             size = file.tell()
             try:
-                file.write(json.dumps(row) + "\n")
-                file.flush()
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
             except OSError:
-                file.truncate(size)
+                os.ftruncate(file.fileno(), size)
                 raise
         self.logged = metrics["step"]
 
@@ -1197,8 +1215,10 @@ class InterruptLater:
         self.pending, self.previous = False, None
 
     def hold(self) -> None:
-        if self.previous is None:
-            self.previous = [signal.signal(number, self._note) for number in self.SIGNALS]
+        if self.previous is None:  # known before the first is changed: it may strike in between
+            self.previous = [signal.getsignal(number) for number in self.SIGNALS]
+            for number in self.SIGNALS:
+                signal.signal(number, self._note)
 
     def _note(self, *_) -> None:
         self.pending = True
@@ -1388,9 +1408,7 @@ def measure(training: Training, title: str) -> dict:
     """Held-out accuracy: the same items, random numbers and code before, between and after."""
     count = len(training.held_out)
 
-    def work(own: list[int]) -> list:
-        if not own:
-            return []
+    def answer(own: list[int]) -> list:
         return evaluation.evaluate(
             training.backbone,
             training.held_out,
@@ -1402,6 +1420,12 @@ def measure(training: Training, title: str) -> dict:
             scoring=training.scoring,
             done=set(range(count)) - set(own),
         )["items"]
+
+    def work(own: list[int]) -> list:
+        halve = training.backbone.halve_slots
+        if not own:
+            return []
+        return within_memory(lambda: answer(own), lambda: f"--slots {halve()} from now on")
 
     return evaluation.summarise(shared(training, count, work))
 
@@ -2312,7 +2336,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nstopped; finished steps are saved. {to_go_on}", file=sys.stderr)
         return 130
-    except (ValueError, OSError, FloatingPointError, MemoryError) as error:
+    except (ValueError, OSError, FloatingPointError, MemoryError, torch.OutOfMemoryError) as error:
+        if isinstance(error, torch.OutOfMemoryError):  # in the optimiser's own step, say
+            error = MemoryError(agentflow.OUT_OF_MEMORY.format(str(error).split("\n")[0]))
         code = agentflow.fail(error)
         if training.run.checkpoints():
             print(f"Finished steps are saved. {to_go_on}", file=sys.stderr)
