@@ -1761,7 +1761,7 @@ def slot_width(config: Config, shape: Shape) -> int:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryPlan:
     """What a run keeps, by name, in bytes. Keys and values are freed before the update, so the
     peak is that of the fuller phase."""
 
@@ -1781,7 +1781,7 @@ class Memory:
         return max(self.rollout_peak(), self.update_peak())
 
 
-def memory_plan(config: Config, shape: Shape, on_cpu: bool) -> Memory:
+def memory_plan(config: Config, shape: Shape, on_cpu: bool) -> MemoryPlan:
     own = precision_of(config, shape, on_cpu)
     count = shape.parameters()
     always = {"weights (frozen)": count * own.frozen}
@@ -1796,7 +1796,7 @@ def memory_plan(config: Config, shape: Shape, on_cpu: bool) -> Memory:
     # bf16 weights are moved one tensor at a time.
     step = {"AdamW's buffers": count * 4 if own.weight == 4 else shape.vocabulary * shape.width * 8}
     rollouts = rollout_memory(config, shape, own, on_cpu)
-    return Memory(always, rollouts, update_memory(config, shape, own, on_cpu), step)
+    return MemoryPlan(always, rollouts, update_memory(config, shape, own, on_cpu), step)
 
 
 HEAD_TOKENS = 16 * 512  # instructions and tool cards, kept once: about so many heads and tokens
@@ -2177,7 +2177,7 @@ def checkpoint_bytes(config: Config, shape: Shape) -> int:
 
 
 def check_memory(
-    config: Config, shape: Shape, plan: Memory, on_cpu: bool, room: float
+    config: Config, shape: Shape, plan: MemoryPlan, on_cpu: bool, room: float
 ) -> tuple[str, str]:
     slots = largest_slots(config, shape, on_cpu, room)
     tokens = largest_micro_batch(config, shape, on_cpu, room)
@@ -2202,7 +2202,7 @@ def check_memory(
     return "FAIL", f"{text}. Next: {', '.join(steps)}."
 
 
-def memory_lines(config: Config, shape: Shape, plan: Memory, on_cpu: bool) -> list[str]:
+def memory_lines(config: Config, shape: Shape, plan: MemoryPlan, on_cpu: bool) -> list[str]:
     """The plan item by item, in GB."""
     own = precision_of(config, shape, on_cpu)
     row, width = longest_row(config, shape), slot_width(config, shape)
