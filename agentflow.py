@@ -547,7 +547,9 @@ class RemoteBackbone:
             choice = answer["choices"][0]
             # null: a refusal, or a call of its own tools; JSON can hold half a character
             text = (choice["message"]["content"] or "").encode("utf-8", "replace").decode()
-            finished = choice["finish_reason"] != "length"
+            room = 32 * request.max_tokens  # characters, also where a server knows no limit
+            finished = choice["finish_reason"] != "length" and len(text) <= room
+            text = text[:room]
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ServerDown(f"{self.url} gave no chat completion: {error!r}") from error
         return Reply(text, [], [], [], finished, ask)

@@ -2080,15 +2080,15 @@ def find_shape(config: Config) -> tuple[str, str, Shape | None]:
         elif (path / "config.json").is_file():
             known, source = AutoConfig.from_pretrained(path), "its config.json"
             text = "OK", "on this machine"
-        elif path.exists() or model.count("/") != 1 or model.startswith((".", os.sep)):
+        elif path.exists() or model.count("/") != 1 or model.startswith((".", "~", os.sep)):
             return "FAIL", f"There is no model in {model}. Give a folder, or a hub name.", None
         else:
             known, text = hub_config(model, known)
         if known is None:
             return *text, None
         shape = shape_of(known)
-    except (OSError, ValueError, AttributeError) as error:
-        return "FAIL", f"{model}: its config.json cannot be used ({error}).", None
+    except Exception as error:  # a config.json is a user's input, and each damage raises its kind
+        return "FAIL", f"{model}: its config.json cannot be used ({error!r}).", None
     size = f"{shape.parameters():,} parameters by {source}"
     return text[0], f"{model}, {size}; {text[1]}", shape
 
@@ -2340,7 +2340,7 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(error, torch.OutOfMemoryError):  # in the optimiser's own step, say
             error = MemoryError(agentflow.OUT_OF_MEMORY.format(str(error).split("\n")[0]))
         code = agentflow.fail(error)
-        if training.run.checkpoints():
+        if any(path.name != "checkpoint-0" for path in training.run.checkpoints()):
             print(f"Finished steps are saved. {to_go_on}", file=sys.stderr)
         return code
     finally:  # not only with the process: notebooks and tests go on in theirs

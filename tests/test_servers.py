@@ -241,6 +241,40 @@ def test_a_judge_that_never_says_anything_ends_the_run(tmp_path, few_questions, 
     assert "no verdict of the judge can be read" in capsys.readouterr().err
 
 
+def test_a_reply_far_over_its_limit_is_cut(server):
+    server.answers["/v1/models"] = lambda state: (200, {}, b'{"data": [{"id": "base"}]}')
+    choice = {"message": {"content": "x" * 1_000_000}, "finish_reason": "stop"}
+    body = json.dumps({"choices": [choice]}).encode()
+    server.answers["/v1/chat/completions"] = lambda state: (200, {}, body)
+    remote = agentflow.RemoteBackbone(f"{server.base}/v1")
+    reply = remote.reply(Request(Ask("verifier", "system", "user"), 0.0, 8, (0,)))
+    assert len(reply.text) == 256 and not reply.finished
+
+
+def test_a_prompt_that_the_server_refuses_costs_its_roll_out(tmp_path, few_questions, chat):  # noqa: F811
+    """HTTP 400 to one generator's prompt: that roll-out failed, the run goes on."""
+    chat.say, refused = builtin_modules(), []
+    remote = agentflow.RemoteBackbone(chat.url)
+    right, turn = remote._call, threading.Lock()
+
+    def refuses_once(path, body=None):
+        with turn:
+            if body and "<answer>" in texts(body)[0] and not refused:
+                refused.append(body)
+                raise agentflow.Refused("too long")
+            return right(path, body)
+
+    remote._call = refuses_once
+    backbone = agentflow.ServedBackbone(agentflow.load_backbone("builtin", "cpu"), remote)
+    tools, question = agentflow.make_tools(offline=True), "What is 6 plus 5?"
+    sampling = agentflow.Sampling(1.0, 96, 96)
+    rollouts = agentflow.roll_out(
+        [question], 3, backbone, tools, agentflow.Limits(2), sampling, seed=0, step=1
+    )
+    assert [rollout.failed for rollout in rollouts].count("too long") == 1
+    assert sum(bool(rollout.turns) for rollout in rollouts) == 2
+
+
 def test_half_a_character_and_endless_brackets_are_no_crash(server):
     server.answers["/v1/models"] = lambda state: (200, {}, b'{"data": [{"id": "base"}]}')
     remote = agentflow.RemoteBackbone(f"{server.base}/v1")
