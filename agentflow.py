@@ -1190,7 +1190,16 @@ class Backbone:
             return self.save_adapter(folder)
         beside, place = Path(folder) / "model.part", Path(folder) / FULL_WEIGHTS
         shutil.rmtree(beside, ignore_errors=True)
-        self.policy.save_pretrained(beside)
+        # Some models' generation settings can be read, but are refused when they are written: they
+        # are written here, as they are (its end tokens are among them).
+        settings = self.policy.generation_config
+        self.policy.generation_config = transformers.GenerationConfig()
+        try:
+            self.policy.save_pretrained(beside)
+        finally:
+            self.policy.generation_config = settings
+        text = settings.to_json_string() if settings else "{}"
+        (beside / "generation_config.json").write_text(text, encoding="utf-8")
         self.tokenizer.save_pretrained(beside)
         shutil.rmtree(place, ignore_errors=True)
         os.replace(beside, place)

@@ -480,7 +480,9 @@ def round_at_random(values: torch.Tensor, generator: torch.Generator) -> torch.T
     """
     bits = values.float().view(torch.int32)
     noise = torch.empty_like(bits).random_(0, 1 << 16, generator=generator)
-    return ((bits + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
+    rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
+    # subtle: noise on top of a NaN's bits can overflow into a harmless number
+    return torch.where(values.isfinite(), rounded, values.float()).to(torch.bfloat16)
 
 
 class RoundedAdamW(torch.optim.Optimizer):
@@ -1086,6 +1088,8 @@ class Run:
         found = self.checkpoints()
         try:
             return self._load(found, backbone, optimizer)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise  # the device's fault, and no file's
         except Exception as error:  # whatever a damaged file makes a reader say
             name = found[-1] if found else self.folder / "metrics.jsonl"
             raise ValueError(
@@ -1487,7 +1491,8 @@ def take_steps(training: Training, done: int) -> int:
         for step in range(done + 1, config.max_steps + 1):
             finished = train_step(training, step)
             done = step
-            news = sound_alarms(training.run, finished[0], training.backbone.dtype == torch.float32)
+            fp32 = training.backbone.policy.dtype == torch.float32
+            news = sound_alarms(training.run, finished[0], fp32)
             commit(training, finished, save=step % config.save_steps == 0)
             print(step_line(finished[0], config.num_questions), *news, sep="\n", flush=True)
             training.run.tracker.log(finished[0])
@@ -2321,6 +2326,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return agentflow.fail(error)
     if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # its matmuls on CUDA
         torch.use_deterministic_algorithms(True, warn_only=True)
     print(" ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items()))
     print(

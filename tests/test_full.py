@@ -48,6 +48,15 @@ def test_rounding_at_random_keeps_bf16_numbers_and_hits_the_neighbours_in_propor
         assert (rounded > 1).float().mean().item() == pytest.approx(0.25, abs=0.01)
 
 
+def test_a_weight_that_is_no_number_stays_one():
+    """All patterns of a NaN, among them the one whose bits overflow under noise; infinity too."""
+    bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1], dtype=torch.int32)
+    values = torch.cat([bits.view(torch.float32), torch.tensor([torch.inf, -torch.inf])])
+    for seed in range(20):
+        rounded = train.round_at_random(values, torch.Generator().manual_seed(seed))
+        assert rounded[:3].isnan().all() and rounded[3:].tolist() == [torch.inf, -torch.inf]
+
+
 def test_rounded_adamw_follows_adamw_where_steps_are_large():
     """200 steps down a quadratic, lr 0.01, decay 0.01: the same way as fp32 up to bf16's digits."""
     target = torch.linspace(-1, 1, 4096)
@@ -181,6 +190,18 @@ def test_a_full_run_resumes_bit_for_bit_and_is_measured_again(
     assert evaluation.main(["--adapter", str(full_run), "--json", str(result)]) == 0
     summary = json.loads((full_run / "summary.json").read_text())
     assert json.loads(result.read_text())["accuracy"] == summary["accuracy_after"]
+
+
+def test_generation_settings_that_contradict_each_other_stop_no_checkpoint(tmp_path):
+    """Published models have such: without sampling, but with a temperature."""
+    backbone = agentflow.load_backbone("builtin", "cpu", lora_r=0)
+    backbone.policy.generation_config.temperature = 0.6
+    backbone.policy.generation_config.eos_token_id = [1, 2]
+    backbone.save_planner(tmp_path)
+    saved = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [1, 2]
+    assert backbone.policy.generation_config.temperature == 0.6
+    backbone.load_planner(tmp_path)
 
 
 def test_full_weights_that_are_damaged_or_missing_are_named(full_run, tmp_path):
