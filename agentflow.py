@@ -173,7 +173,7 @@ class Rollout:
     steps: list[Step]  # the same as data, with the seconds that no prompt shows
     generator: Reply  # o ~ G(. | q, M^T)
     shortened: int  # prompts that had to lose some of their results, see fit_prompt
-    failed: str = ""  # what server was down; then it has no turns, and there is nothing to score
+    failed: str = ""  # why a server gave no answer; then it has no turns: nothing to score
 
     @property
     def stopped(self) -> bool:
@@ -1190,16 +1190,10 @@ class Backbone:
             return self.save_adapter(folder)
         beside, place = Path(folder) / "model.part", Path(folder) / FULL_WEIGHTS
         shutil.rmtree(beside, ignore_errors=True)
-        # Some models' generation settings can be read, but are refused when they are written: they
-        # are written here, as they are (its end tokens are among them).
-        settings = self.policy.generation_config
-        self.policy.generation_config = transformers.GenerationConfig()
-        try:
-            self.policy.save_pretrained(beside)
-        finally:
-            self.policy.generation_config = settings
-        text = settings.to_json_string() if settings else "{}"
-        (beside / "generation_config.json").write_text(text, encoding="utf-8")
+        save_weights(self.policy, beside)
+        if settings := self.policy.generation_config:  # its end tokens are among them
+            text = settings.to_json_string()
+            (beside / "generation_config.json").write_text(text, encoding="utf-8")
         self.tokenizer.save_pretrained(beside)
         shutil.rmtree(place, ignore_errors=True)
         os.replace(beside, place)
@@ -1824,6 +1818,17 @@ def free_folder(name: str | Path) -> Path:
     return folder
 
 
+def save_weights(model, folder: Path) -> None:
+    """config.json and weights. No generation settings: some models' can be read, but are refused
+    when `save_pretrained` writes them."""
+    settings, model.generation_config = model.generation_config, transformers.GenerationConfig()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = settings
+    (folder / "generation_config.json").unlink()
+
+
 def save_merged(backbone: Backbone, name: str | Path) -> float:
     """Write backbone and adapter as one plain Hugging Face folder; see `merge_adapter`, which this
     calls and whose number it returns.
@@ -1840,10 +1845,7 @@ def save_merged(backbone: Backbone, name: str | Path) -> float:
     with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
         part = Path(beside) / "model"
         rounding = backbone.merge_adapter()
-        # Some models' generation settings can be read, but are refused when they are written.
-        backbone.model.generation_config = transformers.GenerationConfig()
-        backbone.model.save_pretrained(part)
-        (part / "generation_config.json").unlink()
+        save_weights(backbone.model, part)
         for file in (file for pattern in BASE_FILES for file in Path(base).glob(pattern)):
             if file.is_file():
                 shutil.copyfile(file, part / file.name)

@@ -1652,12 +1652,17 @@ def load_benchmark(name: str, offline: bool = False, no_cache: bool = False) -> 
     return load_set(name, BENCHMARKS[name], BENCHMARKS[name].items, offline, no_cache)
 
 
+def hub_is_offline() -> bool:
+    """As Hugging Face's own libraries read the variable."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def load_set(
     name: str, known: QuestionSet, count: int, offline: bool, no_cache: bool
 ) -> list[Question]:
     """`count` questions of a public set, from the cache or the network. A row that can be no
     question, and an id's second row, are left out; what differs from the paper's is said."""
-    offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    offline = offline or hub_is_offline()
     source = name
     try:
         rows, total = read_set(name, known, count, offline, no_cache)
@@ -2421,6 +2426,12 @@ def settings_of_run(adapter: str) -> dict:
     settings, run = agentflow.flags_of_run(adapter, EvalConfig, own)
     if not run:
         return agentflow.adapter_settings(adapter)
+    if run.get("frozen_url"):
+        print(
+            f"note: in this run a server played the frozen modules ({run['frozen_url']}); here the "
+            "weights of --model do.",
+            file=sys.stderr,
+        )
     settings["data"] = str(run.get("eval_data") or run.get("data") or EvalConfig.data)
     settings["held_out_of"] = "" if run.get("eval_data") else settings["data"]
     settings["data_questions"] = int(run.get("data_questions", 0))

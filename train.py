@@ -16,6 +16,7 @@ Left out on purpose: a format or length reward, an entropy bonus, a value model,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import errno
@@ -109,6 +110,14 @@ class Config(agentflow.ToolFlags):
 PAPER_TOOLS = (
     "Base_Generator_Tool,Python_Coder_Tool,Google_Search_Tool,Wikipedia_Search_Tool,Web_Search_Tool"
 )
+PAPER_RUN = {  # what LoRA and all weights have in common
+    "model": "Qwen/Qwen2.5-7B-Instruct", "device": "cuda", "data": "nq,deepmath",
+    "tools": PAPER_TOOLS, "num_questions": 32, "num_generations": 8, "max_turns": 3,
+    "max_steps": 100, "beta": 0.001, "epsilon": 0.2, "epsilon_high": 0.3, "temperature": 0.5,
+    "max_completion_length": 2048, "max_frozen_length": 2048, "max_prompt_length": 18432,
+    "micro_batch_tokens": 20480, "gradient_checkpointing": True, "eval_questions": 64,
+    "log_rollouts": 16,
+}  # fmt: skip
 PRESETS: dict[str, dict] = {
     "laptop": {},  # the paper in miniature: the built-in backbone, questions and library
     "smollm2": {  # a small pretrained model on the built-in questions, on a CPU
@@ -126,22 +135,10 @@ PRESETS: dict[str, dict] = {
         "log_rollouts": 16, "save_steps": 5,
     },
     "single_gpu_80gb": {
-        "model": "Qwen/Qwen2.5-7B-Instruct", "device": "cuda", "data": "nq,deepmath",
-        "tools": PAPER_TOOLS,
-        "num_questions": 32, "num_generations": 8, "max_turns": 3, "max_steps": 100,
-        "learning_rate": 1e-5, "lora_r": 16, "temperature": 0.5, "max_completion_length": 2048,
-        "max_frozen_length": 2048, "max_prompt_length": 18432, "slots": 24,
-        "micro_batch_tokens": 20480, "gradient_checkpointing": True, "eval_questions": 64,
-        "log_rollouts": 16, "save_steps": 5,
+        **PAPER_RUN, "learning_rate": 1e-5, "lora_r": 16, "slots": 24, "save_steps": 5,
     },
-    "paper": {  # the official configuration: all weights are trained
-        "model": "Qwen/Qwen2.5-7B-Instruct", "device": "cuda", "data": "nq,deepmath",
-        "tools": PAPER_TOOLS,
-        "num_questions": 32, "num_generations": 8, "max_turns": 3, "max_steps": 100,
-        "learning_rate": 1e-6, "beta": 0.001, "epsilon": 0.2, "epsilon_high": 0.3, "lora_r": 0,
-        "temperature": 0.5, "max_completion_length": 2048, "max_frozen_length": 2048,
-        "max_prompt_length": 18432, "slots": 16, "micro_batch_tokens": 20480,
-        "gradient_checkpointing": True, "eval_questions": 64, "log_rollouts": 16, "save_steps": 10,
+    "paper": {  # its hyper-parameters, the official configuration's where it states none
+        **PAPER_RUN, "learning_rate": 1e-6, "lora_r": 0, "slots": 16, "save_steps": 10,
     },
 }  # fmt: skip
 PRESET_GB = {"single_gpu_24gb": 24, "single_gpu_80gb": 80, "paper": 141}  # the card each is for
@@ -188,12 +185,41 @@ class Team:
         return self.rank == 0
 
     def gather(self, value) -> list:
-        """The value of each process, in the order of ranks; everybody waits for all."""
+        """The value of each process, in the order of ranks; everybody waits for all. Raises
+        ConnectionError where one of them is gone."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.talk)
+        try:
+            dist.all_gather_object(values, value, group=self.talk)
+        except RuntimeError as error:  # how gloo says it
+            raise ConnectionError(f"{ENDED}; its own message says why.") from error
+        words = [other for other in values if isinstance(other, str)]  # tensors do not compare
+        if ENDED in words and value is not ENDED:
+            raise ConnectionError(f"{ENDED}; its own message says why.")
         return values
+
+    def wait_at_the_end(self) -> None:
+        """torchrun ends all processes once one has ended: so nobody does before all have saved.
+        Whoever comes here out of an error is noticed by the others at their next gather."""
+        with contextlib.suppress(ConnectionError):  # who is gone need not be waited for
+            self.gather(ENDED)
+
+    def together(self, work: Callable[[], Any]) -> list:
+        """What work() gives in each process. Where it raises in one, it raises in all, at the same
+        place: nobody waits for somebody who has gone."""
+        value, problem = None, None
+        try:
+            value = work()
+        except Exception as error:
+            problem = error
+        everyone = self.gather((value, problem and f"{type(problem).__name__}: {problem}"))
+        if problem is not None:
+            raise problem
+        for rank, (_, said) in enumerate(everyone):
+            if said:
+                raise ConnectionError(f"Process {rank} has stopped ({said}).")
+        return [value for value, _ in everyone]
 
     def add_gradients(self, parameters: list) -> None:
         """Each gradient becomes the sum over the processes; one that had no row adds zeros."""
@@ -210,6 +236,7 @@ class Team:
 
 
 ALONE = Team()
+ENDED = "Another process has ended"
 
 
 def join_team(device: str) -> tuple[Team, str]:
@@ -423,7 +450,7 @@ def update(
     parameters = backbone.trainable_parameters()
     report: dict[str, float] = {"grad_norm": 0.0}
     for iteration in range(config.num_iterations if rows else 0):
-        totals = add_statistics(team.gather(within_memory(gradients, smaller)))
+        totals = add_statistics(team.together(lambda: within_memory(gradients, smaller)))
         team.add_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         if not torch.isfinite(norm):
@@ -550,7 +577,7 @@ def step_metrics(rollouts, rewards, group_ids, report, rows, config, seconds) ->
     ended = [rollout for rollout in rollouts if not rollout.failed]
     groups = [rewards[group_ids == group] for group in group_ids.unique().tolist()]  # Q x (G,)
     groups = [group[~group.isnan()] for group in groups]
-    spread = [group.std().item() if len(group) > 1 else 0.0 for group in groups]
+    spread = [group.std().item() for group in groups if len(group) > 1]  # others show none
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     lengths = [len(turn.planner.response_ids) for turn in turns]
     errors = [turn.result.error for turn in turns]
@@ -558,7 +585,8 @@ def step_metrics(rollouts, rewards, group_ids, report, rows, config, seconds) ->
     sequences: dict[int, set] = {}
     for group, rollout in zip(group_ids.tolist(), rollouts, strict=True):
         names = tuple(turn.plan.tool_name for turn in rollout.turns)
-        sequences.setdefault(group, set()).add(names)
+        if not rollout.failed:
+            sequences.setdefault(group, set()).add(names)
     metrics = {
         "reward": rewards.nanmean().item(),
         "reward_std": mean(spread),
@@ -648,7 +676,7 @@ def alarms(history: list[dict], fp32: bool, rollouts: int) -> dict[str, str]:
     history: the rows of metrics.jsonl, the present step's last; a metric may be None or missing.
     fp32: are the weights fp32, so that sampler and scorer differ by rounding alone?
     rollouts: R, of each step. A mean over some steps decides, or a bound that no healthy step
-    comes near: a single odd step is no alarm. README's "Alarms" has them in a table.
+    comes near: a single odd step is no alarm. README has them in a table.
     """
     return {**learning_alarms(history, fp32), **flow_alarms(history, rollouts)}
 
@@ -984,7 +1012,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
 # What may differ between a run and its resumption: how long, where and in how much memory, not what
 # is learnt; and the limit that a run may have stopped over.
 MAY_CHANGE = {
-    "max_steps", "output_dir", "resume", "preset", "dry_run", "save_steps", "keep", "eval_steps",
+    "max_steps", "output_dir", "resume", "dry_run", "save_steps", "keep", "eval_steps",
     "log_rollouts", "report_to", "device", "slots", "micro_batch_tokens", "gradient_checkpointing",
     "max_prompt_length", "sandbox", "contact", "no_cache",
 }
@@ -1267,17 +1295,21 @@ def shared(training: Training, count: int, work: Callable[[list[int]], list]) ->
     work(places) -> results, and learns the others'.
 
     Ctrl-C is held before and after, and may break the work off: then KeyboardInterrupt is raised in
-    all processes, at the same place.
+    all processes, at the same place. So is an error.
     """
-    made = None
-    try:
-        training.interrupt.release()
-        made = work(training.team.own(count))
+
+    def unless_stopped() -> list | None:
+        try:
+            training.interrupt.release()
+            made = work(training.team.own(count))
+            training.interrupt.hold()
+        except KeyboardInterrupt:
+            made = None  # also where it came behind the work
         training.interrupt.hold()
-    except KeyboardInterrupt:
-        training.interrupt.hold()
+        return made
+
     results: list = [None] * count
-    everyone = training.team.gather(made)
+    everyone = training.team.together(unless_stopped)
     if any(part is None for part in everyone):
         raise KeyboardInterrupt
     for rank, part in enumerate(everyone):
@@ -1500,6 +1532,7 @@ def take_steps(training: Training, done: int) -> int:
     finally:  # Ctrl-C, a full disk, a gradient that is no number: nothing is lost
         training.interrupt.hold()
         keep_what_is_done(training, done, finished)
+        training.team.wait_at_the_end()
     return done
 
 
@@ -1642,6 +1675,9 @@ def prepare(config: Config, team: Team, device: str, offline: bool = False) -> T
     optimizer = new_optimizer(backbone.trainable_parameters(), config)
     if frozen:
         backbone = agentflow.ServedBackbone(backbone, frozen)
+    same = (evaluation.data_hash(questions), evaluation.data_hash(held_out))
+    if len({*team.gather(same)}) > 1:
+        raise ValueError("The processes have read different questions: give all the same files.")
     run = Run(config, questions, held_out, writes=team.leads)
     run.folder = team.gather(run.folder)[0]  # its default name is a time of day
     return Training(config, run, questions, held_out, tools, scoring, backbone, optimizer, team,
@@ -1797,9 +1833,9 @@ def memory_plan(config: Config, shape: Shape, on_cpu: bool) -> MemoryPlan:
         always["weights (policy)"] = count * own.weight
     always["gradients"] = count * own.gradient  # kept until the next update begins
     always["AdamW's moments"] = count * own.moments
-    # AdamW over lists of tensors (foreach) makes the root of each second moment before it divides;
-    # bf16 weights are moved one tensor at a time.
-    step = {"AdamW's buffers": count * 4 if own.weight == 4 else shape.vocabulary * shape.width * 8}
+    # AdamW over lists of tensors (foreach, on a CPU) makes the root of each second moment before it
+    # divides; bf16 weights are moved a chunk at a time, with eight fp32 numbers each.
+    step = {"AdamW's buffers": count * 4 if own.weight == 4 else 8 * 4 * CHUNK}
     rollouts = rollout_memory(config, shape, own, on_cpu)
     return MemoryPlan(always, rollouts, update_memory(config, shape, own, on_cpu), step)
 
@@ -2143,7 +2179,7 @@ def check_data(config: Config, offline: bool) -> tuple[str, str]:
     try:
         questions, held_out = load_data(config, offline=True)
     except evaluation.NotServed as error:
-        may_ask = not offline and os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0")
+        may_ask = not (offline or evaluation.hub_is_offline())
         if error.code == "offline" and may_ask:
             return "WARN", "not in the cache: it is read from the network when a run starts"
         return "FAIL", str(error)

@@ -62,6 +62,20 @@ def fails_at(step, function, error, times=1):
 FULL_DISK = OSError(28, "No space left on device")
 
 
+def broken_gradient(call):
+    """accumulate_gradients, whose gradient holds a NaN at its call of that number (from 1)."""
+    right, calls = train.accumulate_gradients, []
+
+    def breaking(backbone, *rest):
+        report = right(backbone, *rest)
+        calls.append(1)
+        if len(calls) == call:
+            backbone.trainable_parameters()[0].grad[0, 0] = torch.nan
+        return report
+
+    return breaking
+
+
 @pytest.mark.parametrize("times", [1, 9], ids=["once", "for good"])
 @pytest.mark.parametrize("what", ["log", "write_rollouts", "save"])
 def test_a_full_disk_loses_at_most_the_step_and_resume_gives_the_same_run(
@@ -127,17 +141,8 @@ def test_a_second_iteration_that_fails_saves_no_half_updated_step(
 ):
     """Two updates a step; the second one of step 2 has a gradient that is no number."""
     common = [*flags(tmp_path / "run", few_questions, steps=2), "--num_iterations", 2]
-    right, calls = train.accumulate_gradients, []
-
-    def failing(backbone, *rest):
-        report = right(backbone, *rest)
-        calls.append(1)
-        if len(calls) == 4:
-            backbone.trainable_parameters()[0].grad[0, 0] = torch.nan
-        return report
-
     with monkeypatch.context() as patch:
-        patch.setattr(train, "accumulate_gradients", failing)
+        patch.setattr(train, "accumulate_gradients", broken_gradient(4))
         assert run(*common) == 2
     assert "gradient is nan" in capsys.readouterr().err
     folder = tmp_path / "run"
@@ -153,23 +158,16 @@ def test_a_second_iteration_that_fails_saves_no_half_updated_step(
 
 def test_an_update_torn_in_the_first_step_saves_nothing(tmp_path, few_questions, monkeypatch):  # noqa: F811
     """Once in a new run, once in a resumed one: no checkpoint, and no adapter, of torn weights."""
-    folder, right, calls = tmp_path / "run", train.accumulate_gradients, []
-
-    def failing(backbone, *rest):
-        report = right(backbone, *rest)
-        calls.append(1)
-        if len(calls) == 2:
-            backbone.trainable_parameters()[0].grad[0, 0] = torch.nan
-        return report
-
+    folder = tmp_path / "run"
     common = [*flags(folder, few_questions, steps=1), "--num_iterations", 2]
     with monkeypatch.context() as patch:
-        patch.setattr(train, "accumulate_gradients", failing)
+        patch.setattr(train, "accumulate_gradients", broken_gradient(2))
         assert run(*common) == 2
-        assert not list(folder.glob("checkpoint-*")) and not list(folder.glob("adapter*"))
-        assert run("--resume", "--output_dir", folder) == 0
-        adapter = (folder / "adapter_model.safetensors").read_bytes()
-        calls.clear()
+    assert not list(folder.glob("checkpoint-*")) and not list(folder.glob("adapter*"))
+    assert run("--resume", "--output_dir", folder) == 0
+    adapter = (folder / "adapter_model.safetensors").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "accumulate_gradients", broken_gradient(2))
         assert run("--resume", "--max_steps", 2, "--output_dir", folder) == 2
     assert (folder / "adapter_model.safetensors").read_bytes() == adapter
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
@@ -263,7 +261,49 @@ def test_memory_that_never_suffices_ends_with_the_flags_to_lower(
     assert {"--micro_batch_tokens", "--slots", "--dry_run"} <= set(errors.replace("`", " ").split())
 
 
+def test_memory_that_ends_inside_the_optimizer_keeps_the_last_step(
+    tmp_path, few_questions, monkeypatch, capsys  # noqa: F811
+):
+    """Half of the tensors are moved by then: they belong to no step."""
+    right, calls = torch.optim.AdamW.step, []
+
+    def fails_behind_it(self, *rest):
+        right(self, *rest)
+        calls.append(1)
+        if len(calls) == 2:
+            raise NO_MEMORY
+
+    folder = tmp_path / "run"
+    monkeypatch.setattr(torch.optim.AdamW, "step", fails_behind_it)
+    assert run(*flags(folder, few_questions)) == 2
+    errors = capsys.readouterr().err
+    assert "Tried to allocate 2.00 GiB" in errors and "To go on" in errors
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
+    adapter = "adapter_model.safetensors"
+    assert (folder / adapter).read_bytes() == (folder / "checkpoint-1" / adapter).read_bytes()
+
+
 # --- Signals -----------------------------------------------------------------------------------
+
+
+def test_a_signal_between_two_handlers_does_not_leave_ctrl_c_dead(monkeypatch):
+    """It raises when the first handler of a hold is in place and the second is not."""
+    before = [signal.getsignal(number) for number in train.InterruptLater.SIGNALS]
+    interrupt, right, calls = train.InterruptLater(), signal.signal, []
+
+    def struck(number, handler):
+        old = right(number, handler)
+        calls.append(number)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return old
+
+    monkeypatch.setattr(signal, "signal", struck)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt.hold()
+    interrupt.hold()
+    interrupt.drop()
+    assert [signal.getsignal(number) for number in train.InterruptLater.SIGNALS] == before
 
 
 def start(folder, questions, steps=STEPS):

@@ -4,6 +4,7 @@ value buffers, and what autograd keeps."""
 import dataclasses
 import json
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -328,6 +329,16 @@ def test_a_run_prints_its_preset_and_is_resumed_with_it(tmp_path, capsys):
     assert run("--resume", "--output_dir", folder, "--dry_run") == 0
     told = capsys.readouterr().out
     assert told.startswith("preset smollm2: ") and "config:tiny" in told
+    assert run("--resume", "--output_dir", folder, "--preset", "laptop") == 2
+    assert "preset = 'smollm2'" in capsys.readouterr().err, "no run goes on under another's name"
+
+
+def test_the_readmes_plan_is_the_one_that_is_printed(capsys):
+    """From the memory's table on: what stands before it is about the machine."""
+    run("--preset", "single_gpu_80gb", "--model", "config:Qwen2.5-7B-Instruct", "--dry_run")
+    told = capsys.readouterr().out
+    plan = told[told.index("memory in GB") : told.index("\n\nIt ")]
+    assert plan in (Path(train.__file__).parent / "README.md").read_text(encoding="utf-8")
 
 
 # --- --dry_run ---------------------------------------------------------------------------------

@@ -62,6 +62,30 @@ def update_of_three_groups(team):
     }
 
 
+def ending_of_two_processes(team):
+    """What each process meets when rank 1 fails, and then when rank 0 comes to its end first."""
+    came = {"together": None, "gone": None}
+
+    def work():
+        if team.rank == 1:
+            raise ValueError("too long")
+
+    def note(name, function):
+        try:
+            function()
+        except (ValueError, ConnectionError) as error:
+            came[name] = f"{type(error).__name__}: {error}"
+
+    note("together", lambda: team.together(work))
+    note("gone", team.wait_at_the_end if team.leads else lambda: team.gather("the next step"))
+    if team.leads:
+        time.sleep(1.0)  # writes a checkpoint
+        came["saved"] = time.monotonic()  # one clock for all processes of a machine
+    team.wait_at_the_end()
+    came["end"] = time.monotonic()
+    return came
+
+
 def test_two_processes_have_the_gradient_of_one(tmp_path):
     """Gradients before clipping would hide nothing here: the norm is far below the bound."""
     finished(torchrun(__file__, tmp_path))
@@ -75,6 +99,17 @@ def test_two_processes_have_the_gradient_of_one(tmp_path):
     assert max(value.abs().max().item() for value in alone["gradients"]) > 1e-3, "a real gradient"
     for one, other in zip(both[0]["weights"], both[1]["weights"], strict=True):
         assert torch.equal(one, other), "both processes go on with the same planner"
+
+
+def test_an_error_in_one_process_is_everybodys_and_nobody_ends_before_all_have_saved(tmp_path):
+    """Rank 1 cannot go on; rank 0 learns why, and saves for a second, for which rank 1 waits."""
+    finished(torchrun(__file__, tmp_path))
+    zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert zero["together"] == "ConnectionError: Process 1 has stopped (ValueError: too long)."
+    assert one["together"] == "ValueError: too long"
+    assert zero["gone"] is None, "rank 0 waits at the end"
+    assert one["gone"] == "ConnectionError: Another process has ended; its own message says why."
+    assert one["end"] >= zero["saved"]
 
 
 def lines(path):
@@ -128,4 +163,6 @@ def test_ctrl_c_stops_all_processes_and_keeps_what_is_done(tmp_path):
 if __name__ == "__main__":  # what test_two_processes_have_the_gradient_of_one starts
     team, _ = train.join_team("cpu")
     torch.save(update_of_three_groups(team), Path(sys.argv[1]) / f"{team.rank}.pt")
+    came = ending_of_two_processes(team)
+    (Path(sys.argv[1]) / f"{team.rank}.json").write_text(json.dumps(came))
     torch.distributed.destroy_process_group()

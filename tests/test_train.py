@@ -508,6 +508,28 @@ def test_rows_carry_the_advantage_of_their_roll_out_and_the_weight_of_eq_5():
     assert [row.response_ids for row in rows] == [[7, 2], [2], [7, 7, 7, 2]]
 
 
+def test_a_roll_out_that_nobody_could_judge_leaves_its_group_in_eq_5_too():
+    """Three roll-outs of one turn, rewards 1, 0 and none: two are left, 1 / (1 * 2 * 1 * |a|) each,
+    and the update is theirs, down to the KL term of beta 0.5."""
+    rollouts = [Stub([planner_reply([5, 6], [7] * n)]) for n in (2, 4, 3)]
+    group_ids = torch.tensor([0, 0, 0])
+    rows, advantages = train.make_rows(rollouts, torch.tensor([1.0, 0.0, torch.nan]), group_ids)
+    assert [row.weight for row in rows] == [0.25, 0.125, 0.0]
+    two, expected = train.make_rows(rollouts[:2], torch.tensor([1.0, 0.0]), group_ids[:2])
+    assert advantages.tolist() == [*expected.tolist(), 0.0]
+    gradients = []
+    for given in (rows, two):
+        backbone = agentflow.load_backbone("config:tiny", "cpu", lora_r=4)
+        for lora in backbone.lora.values():
+            torch.nn.init.normal_(lora.B, std=0.02, generator=torch.Generator().manual_seed(1))
+        config = train.Config(learning_rate=0.0, beta=0.5)
+        optimizer = train.new_optimizer(backbone.trainable_parameters(), config)
+        train.update(backbone, optimizer, given, config)
+        gradients.append([p.grad for p in backbone.trainable_parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other) and one.abs().max() > 0
+
+
 def fresh_rows():
     """A backbone whose planner is not at its start, and rows of twelve of its roll-outs."""
     backbone = agentflow.load_backbone("builtin", "cpu", seed=3)
