@@ -3,6 +3,7 @@
     python train.py                                   the paper in miniature, minutes on a laptop
     python train.py --max_steps 5                     a taste of a minute or two
     python train.py --resume --output_dir runs/NAME   goes on after a stop
+    python train.py --analyses                        the paper's comparisons, three seeds
     python train.py --preset single_gpu_80gb          a real backbone, one GPU
     python train.py --preset paper --dry_run          would it run here? what would it take?
 
@@ -100,6 +101,7 @@ class Config(agentflow.ToolFlags):
     report_to: str = "none"  # none | tensorboard | trackio | wandb: curves there too
     deterministic: bool = False  # replies enter in request order: two runs agree bit for bit
     resume: bool = False  # go on from the last checkpoint in --output_dir
+    analyses: bool = False  # the paper's comparisons in miniature, three seeds: up to two hours
     dry_run: bool = False  # say what would run, with how much memory and time, and load nothing
 
 
@@ -1545,7 +1547,7 @@ def train(training: Training) -> dict:
         print(f"resumed after step {done}; {left} steps to go", flush=True)
         measure_step(training, done)
     before = training.team.gather(run.read_evaluation("eval_before"))[0]
-    if before is None or done == 0:
+    if before is None:
         before = measure(training, "held out, before")
         run.write_evaluation("eval_before", before)
     print(f"held-out accuracy before: {before['accuracy']:.3f}", flush=True)
@@ -2344,26 +2346,333 @@ def dry_run(config: Config, offline: bool) -> int:
     return 1 if failed else 0
 
 
+# --- The paper's analyses in miniature: --analyses ---------------------------------------------
+#
+# Section 4's comparisons with the built-in set: what training in the flow brings, and what each of
+# its parts does. Every arm is an ordinary run in a folder of its own, every measurement a file, so
+# the same command goes on where it stopped.
+
+ANALYSES = {"max_steps": 40, "output_dir": "runs/analyses", "log_rollouts": 8, "keep": 1}
+ANALYSES_SEEDS = 3
+TURN_BUDGETS = (1, 2, 3, 5)  # T_max when measuring; training keeps its own
+FLOW_GRPO, IMITATION = "Flow-GRPO", "SFT on right roll-outs"
+# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom: a 95 % interval of a mean
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def flags_of_analyses(arguments: list[str] | None) -> dict:
+    """The defaults that --analyses brings."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--analyses", action="store_true")
+    return ANALYSES if first.parse_known_args(arguments)[0].analyses else {}
+
+
+def arms_of(config: Config) -> dict[str, Config]:
+    """The runs of one seed, by name. A smaller group gets more questions: roll-outs are equal."""
+    number = config.num_questions * config.num_generations
+    arms = {FLOW_GRPO: {}, IMITATION: {}}
+    for G in (2, 4):
+        arms[f"G {G}"] = {"num_generations": G, "num_questions": max(1, number // G)}
+    for beta in (0.0, 1.0):
+        arms[f"beta {beta:g}"] = {"beta": beta}
+    return {
+        name: dataclasses.replace(
+            config, analyses=False, output_dir=str(analysis_folder(config, name)), **changes
+        )
+        for name, changes in arms.items()
+    }
+
+
+def analysis_folder(config: Config, name: str) -> Path:
+    plain = "".join(sign if sign.isalnum() else "_" for sign in name.lower())
+    return Path(config.output_dir) / f"seed{config.seed}-{plain}"
+
+
+def run_arm(name: str, config: Config, device: str) -> None:
+    """One arm to its end, or on to its end; nothing where its summary is there already."""
+    folder = Path(config.output_dir)
+    wanted = ["summary.json"]
+    if name == FLOW_GRPO:
+        wanted += [f"{budget_name('after', turns)}.jsonl" for turns in budgets_of(config)]
+    if all((folder / file).exists() for file in wanted):
+        return
+    print(f"\n== seed {config.seed}, {name}: {folder}", flush=True)
+    config = dataclasses.replace(config, resume=(folder / "run_config.json").exists())
+    training = prepare(config, ALONE, device)
+    try:
+        if name == IMITATION:
+            train_by_imitation(training)
+        elif name == FLOW_GRPO:
+            measure_turn_budgets(training, "before")  # no checkpoint has been loaded yet
+            train(training)
+            measure_turn_budgets(training, "after")
+        else:
+            train(training)
+    finally:
+        training.interrupt.drop()
+        training.run.close()
+
+
+def train_by_imitation(training: Training) -> None:
+    """Supervised fine-tuning on right roll-outs, the offline way to train a planner: as many
+    roll-outs of the same questions as Flow-GRPO makes, all by the untrained planner, then as many
+    gradient steps at the same learning rate, each on as many roll-outs. Begins anew after a stop.
+    """
+    config, run = training.config, training.run
+    training.interrupt.release()
+    right = right_rollouts(training)
+    print(f"{len(right)} right roll-outs to imitate", flush=True)
+    for step in range(1, config.max_steps + 1 if right else 1):
+        imitate(training, right, step)
+    after = measure(training, "held out, after imitation")
+    run.write_evaluation("eval_after", after)
+    write_json(run.folder / "summary.json", {"accuracy_after": after["accuracy"],
+                                             "right_rollouts": len(right)})  # fmt: skip
+    print(f"held-out accuracy after: {after['accuracy']:.3f}", flush=True)
+
+
+def right_rollouts(training: Training) -> list:
+    """What the present planner gets right of all questions that a run of Flow-GRPO asks."""
+    config, right = training.config, []
+    for step in tqdm(range(1, config.max_steps + 1), desc="roll-outs to imitate", disable=None):
+        places = questions_of_step(training.questions, step, config)
+        groups = roll_out_groups(training, step, places, list(range(len(places))))
+        rollouts = list(itertools.chain(*groups))
+        asked = [training.questions[place] for place in places for _ in range(len(groups[0]))]
+        outcomes = score(training, step, asked, rollouts, list(range(len(rollouts))))
+        right += [r for r, (reward, _) in zip(rollouts, outcomes, strict=True) if reward == 1]
+    return right
+
+
+def imitate(training: Training, rollouts: list, step: int) -> None:
+    """One gradient step on the log-likelihood of the planner's turns in some right roll-outs, with
+    Eq. 5's weights: every roll-out counts the same, every turn of it, every token of a turn."""
+    config, backbone = training.config, training.backbone
+    number = config.num_questions * config.num_generations
+    places = questions_of_step(rollouts, step, dataclasses.replace(config, num_questions=number))
+    chosen = [rollouts[place] for place in places]
+    rows, _ = make_rows(chosen, torch.ones(len(chosen)), torch.arange(len(chosen)))
+    training.optimizer.zero_grad(set_to_none=True)
+    for batch in micro_batches(rows, config.micro_batch_tokens):
+        logp, _ = score_rows(backbone, batch, config.temperature, gate=1)  # (N, L), padding 0
+        weights = torch.tensor([row.weight for row in batch], device=logp.device)  # (N,)
+        (-(weights[:, None] * logp).sum()).backward()
+    torch.nn.utils.clip_grad_norm_(backbone.trainable_parameters(), MAX_GRAD_NORM)
+    training.optimizer.step()
+    backbone.adapter_changed()
+
+
+def budgets_of(config: Config) -> list[int]:
+    """The T_max that are measured apart: a run measures its own by itself."""
+    return [turns for turns in TURN_BUDGETS if turns != config.max_turns]
+
+
+def budget_name(when: str, turns: int) -> str:
+    return f"turns_{when}_{turns}"
+
+
+def measure_turn_budgets(training: Training, when: str) -> None:
+    """Held-out results with each other T_max, a file each; when: "before" or "after"."""
+    for turns in budgets_of(training.config):
+        name = budget_name(when, turns)
+        if not (training.run.folder / f"{name}.jsonl").exists():
+            config = dataclasses.replace(training.config, max_turns=turns)
+            result = measure(dataclasses.replace(training, config=config), f"T_max {turns}, {when}")
+            training.run.write_evaluation(name, result)
+
+
+def mean_and_half(values: list[float]) -> tuple[float, float | None]:
+    """The mean over seeds, and half of its 95 % interval by Student's t; None for one seed."""
+    count, middle = len(values), mean(values)
+    if count < 2:
+        return middle, None
+    deviation = math.sqrt(sum((value - middle) ** 2 for value in values) / (count - 1))
+    return middle, STUDENT_T[count - 2] * deviation / math.sqrt(count)
+
+
+def read_arm(config: Config) -> dict:
+    """What a finished arm left: its evaluations by file name, without the items, and its steps."""
+    folder = Path(config.output_dir)
+    found: dict[str, Any] = {"steps": read_lines(folder / "metrics.jsonl")}
+    for path in sorted([*folder.glob("eval_*.jsonl"), *folder.glob("turns_*.jsonl")]):
+        found[path.stem] = evaluation.summarise(read_lines(path))
+        del found[path.stem]["items"]
+    for when in ("before", "after"):
+        found[budget_name(when, config.max_turns)] = found.get(f"eval_{when}")
+    return found
+
+
+def read_lines(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def analyses_report(seeds: list[dict[str, dict]]) -> str:
+    """The analyses as Markdown; seeds: for each, what `read_arm` gives of every arm, by name."""
+    count = f"{len(seeds)} seeds; ± is half of a 95 % interval over them (Student's t)"
+    main = [arms[FLOW_GRPO] for arms in seeds]
+    parts = [count, *planner_tables(seeds, main), curve_table(main), ablation_table(seeds)]
+    return "\n\n".join(parts) + "\n"
+
+
+def shown(values: list, percent: bool = False) -> str:
+    """A cell: mean ± half of the interval; "" where a value was not measured."""
+    if any(value is None for value in values):
+        return ""
+    middle, half = mean_and_half([100 * value if percent else value for value in values])
+    digits = 1 if percent else 2
+    return f"{middle:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+
+
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def planner_tables(seeds: list[dict[str, dict]], main: list[dict]) -> list[str]:
+    """How the planner was trained; how many turns it has; which tools it calls, before and after.
+    """
+    trained = {
+        "frozen": [arm["eval_before"] for arm in main],
+        IMITATION: [arms[IMITATION]["eval_after"] for arms in seeds],
+        FLOW_GRPO: [arm["eval_after"] for arm in main],
+    }
+    planners = [
+        [name, shown([r["accuracy"] for r in results], percent=True),
+         shown([r["tool_errors"] for r in results], percent=True),
+         shown([r["turns"] for r in results])]
+        for name, results in trained.items()
+    ]  # fmt: skip
+    budgets = [
+        [str(turns)] + [
+            shown([arm[budget_name(when, turns)][name] for arm in main], percent=name == "accuracy")
+            for when in ("before", "after") for name in ("accuracy", "turns")
+        ]
+        for turns in TURN_BUDGETS
+    ]  # fmt: skip
+    calls = []
+    for field in ("tools", "errors"):
+        for name in sorted({name for arm in main for when in ("eval_before", "eval_after")
+                            for name in arm[when][field]}):  # fmt: skip
+            shares = [[arm[when][field].get(name, 0.0) for arm in main]
+                      for when in ("eval_before", "eval_after")]  # fmt: skip
+            label = name if field == "tools" else f"error: {name}"
+            calls.append([label, *(shown(values, percent=True) for values in shares)])
+    return [
+        markdown_table(["planner", "held-out accuracy, %", "tool errors, % of calls", "turns"],
+                       planners),
+        markdown_table(["T_max at test time", "frozen: accuracy, %", "turns",
+                        "Flow-GRPO: accuracy, %", "turns"], budgets),
+        markdown_table(["% of calls", "frozen", "Flow-GRPO"], calls),
+    ]  # fmt: skip
+
+
+def curve_table(main: list[dict]) -> str:
+    """Training curves: means over spans of steps."""
+    names = {"reward": "reward", "turns/mean": "turns", "completions/mean_length": "tokens a plan",
+             "tools/failure_frequency": "failed share of turns", "entropy": "entropy",
+             "kl": "KL"}  # fmt: skip
+    count = min(len(arm["steps"]) for arm in main)
+    edges = sorted({round(i * count / 5) for i in range(6)})
+    rows = []
+    for first, last in zip(edges, edges[1:], strict=False):
+        spans = [arm["steps"][first:last] for arm in main]
+        rows.append([f"{first + 1} to {last}"] + [
+            shown([mean(known(span, name)) for span in spans]) for name in names
+        ])  # fmt: skip
+    return markdown_table(["steps", *names.values()], rows)
+
+
+def ablation_table(seeds: list[dict[str, dict]]) -> str:
+    """Group size at an equal number of roll-outs, and the weight of the KL term."""
+    rows = []
+    for name in (name for name in seeds[0] if name != IMITATION):
+        arms = [arms[name] for arms in seeds]
+        spans = [arm["steps"][-max(1, len(arm["steps"]) // 4):] for arm in arms]
+        rows.append([name, shown([arm["eval_after"]["accuracy"] for arm in arms], percent=True)] + [
+            shown([mean(known(span, metric)) for span in spans])
+            for metric in ("reward", "frac_reward_zero_std", "entropy")
+        ] + [shown([arm["steps"][-1]["adapter/delta_norm"] for arm in arms])])  # fmt: skip
+    head = ["arm", "held-out accuracy, %", "reward, last quarter", "flat groups, last quarter",
+            "entropy, last quarter", "adapter norm, end"]  # fmt: skip
+    return markdown_table(head, rows)
+
+
+def run_analyses(config: Config) -> int:
+    """All arms of all seeds, then the report: analyses.md and analyses.json in --output_dir.
+    Raises ValueError where several processes were started."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("--analyses runs in one process: start it without torchrun.")
+    started, seeds = time.perf_counter(), {}
+    for seed in range(config.seed, config.seed + ANALYSES_SEEDS):
+        arms = arms_of(dataclasses.replace(config, seed=seed))
+        for name, arm in arms.items():
+            share_first_measurement(arms[FLOW_GRPO], arm)
+            run_arm(name, arm, config.device)
+        seeds[seed] = {name: read_arm(arm) for name, arm in arms.items()}
+    folder, report = Path(config.output_dir), analyses_report(list(seeds.values()))
+    write_atomically(folder / "analyses.md", report)
+    write_json(folder / "analyses.json", seeds)
+    minutes = (time.perf_counter() - started) / 60
+    print(f"\n{report}\n{minutes:.0f} minutes; the same in {folder}/analyses.md")
+    return 0
+
+
+def share_first_measurement(source: Config, arm: Config) -> None:
+    """The untrained planner of a seed is the same in all arms: it is measured once."""
+    measured, place = (Path(c.output_dir) / "eval_before.jsonl" for c in (source, arm))
+    if measured.exists() and not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(measured, place)
+
+
 # --- The command line --------------------------------------------------------------------------
 
 
+ENDS = (ValueError, OSError, FloatingPointError, MemoryError, torch.OutOfMemoryError)
+
+
+def report_end(error: BaseException) -> int:
+    """What ended a run, in one sentence; the exit code."""
+    if isinstance(error, torch.OutOfMemoryError):  # in the optimiser's own step, say
+        error = MemoryError(agentflow.OUT_OF_MEMORY.format(str(error).split("\n")[0]))
+    return agentflow.fail(error)
+
+
+def analyses_command(config: Config) -> int:
+    to_go_on = "The same command goes on from there."
+    try:
+        return run_analyses(config)
+    except KeyboardInterrupt:
+        print(f"\nstopped; what is finished is saved. {to_go_on}", file=sys.stderr)
+        return 130
+    except ENDS as error:
+        code = report_end(error)
+        print(f"What is finished is saved. {to_go_on}", file=sys.stderr)
+        return code
+
+
 def main(arguments: list[str] | None = None) -> int:
-    defaults = {**flags_of_preset(arguments), **flags_of_start(arguments)}
+    defaults = {**flags_of_preset(arguments), **flags_of_analyses(arguments),
+                **flags_of_start(arguments)}  # fmt: skip
     asked = agentflow.parse_flags(Config, arguments, __doc__, defaults)
     config = resolved(asked)
     if PRESETS.get(config.preset):
         print(preset_line(config.preset))
     if config.dry_run:
         return dry_run(config, offline=bool(asked.offline))
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # its matmuls on CUDA
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    if config.analyses:
+        return analyses_command(config)
     try:
         team, device = join_team(config.device)
         # A built-in model keeps its tools offline; that does not keep its user from loading data.
         training = prepare(config, team, device, offline=bool(asked.offline))
     except (ValueError, OSError) as error:
         return agentflow.fail(error)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # its matmuls on CUDA
-        torch.use_deterministic_algorithms(True, warn_only=True)
     print(" ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items()))
     print(
         f"{len(training.questions)} questions to train on, {len(training.held_out)} held out; "
@@ -2378,10 +2687,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nstopped; finished steps are saved. {to_go_on}", file=sys.stderr)
         return 130
-    except (ValueError, OSError, FloatingPointError, MemoryError, torch.OutOfMemoryError) as error:
-        if isinstance(error, torch.OutOfMemoryError):  # in the optimiser's own step, say
-            error = MemoryError(agentflow.OUT_OF_MEMORY.format(str(error).split("\n")[0]))
-        code = agentflow.fail(error)
+    except ENDS as error:
+        code = report_end(error)
         if any(path.name != "checkpoint-0" for path in training.run.checkpoints()):
             print(f"Finished steps are saved. {to_go_on}", file=sys.stderr)
         return code
