@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from tools import Ask, Tool, check_arguments
+from tools import Ask, Tool, check_arguments, parse_python
 
 # ------------------------------------------------------------------------------------------------
 # Replies as data
@@ -299,7 +299,7 @@ def _python(source: str, mode: str = "exec") -> ast.AST | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "\d" in a query is a warning for programmers, not here
         try:
-            return ast.parse(source, mode=mode)
+            return parse_python(source, mode)
         except _UNREADABLE:
             return None
 

@@ -103,6 +103,22 @@ class ToolResult:
         assert self.error in ERROR_KINDS, f"{self.error!r} is none of the kinds {ERROR_KINDS}"
 
 
+_PARSER = threading.Lock()
+
+
+def parse_python(source: str, mode: str = "exec") -> ast.AST:
+    """`ast.parse` for a program with threads. CPython 3.11 counts how deep its parser is in one
+    place for all threads, and a thread can be interrupted there: two at once end in a SystemError
+    about the recursion depth (gh-106905). Raises what `ast.parse` raises."""
+    with _PARSER:
+        return ast.parse(source, mode=mode)
+
+
+def python_literal(text: str) -> Any:
+    """`ast.literal_eval` on the same terms."""
+    return ast.literal_eval(parse_python(text.lstrip(" \t"), "eval"))
+
+
 def clip_middle(text: str, limit: int) -> str:
     """Keep head and tail of a text and say how much is missing between: len(result) <= limit.
 
@@ -818,7 +834,7 @@ def _run_in(folder: str, code: str, timeout: float, memory_mb: int, max_output: 
     ended = (process.returncode, timeout if late else None)
     value, error, message, stderr = _verdict(err.text(), mark, *ended)
     return PythonRun(out.text(), value, error, message, stderr, seconds,
-                     tuple(ast.literal_eval(missing)))
+                     tuple(python_literal(missing)))
 
 
 def _verdict(stderr: str, mark: str, code: int | None,
@@ -830,7 +846,7 @@ def _verdict(stderr: str, mark: str, code: int | None,
     """
     stderr, _, report = re.sub(rf"\A{mark}.*\n", "", stderr).rpartition(f"\n{mark} ")
     try:
-        value, error, message = ast.literal_eval(report.split("\n")[0])
+        value, error, message = python_literal(report.split("\n")[0])
         if error not in ("none", "runtime") or not isinstance(message, str) or not isinstance(
                 value, str | None):
             raise ValueError
@@ -1493,7 +1509,7 @@ def show_tools() -> None:
 def python_value(text: str) -> Any:
     """True, 3, [1, 2] as Python writes them; of what else is wrong, argparse says it."""
     try:
-        return ast.literal_eval(text)
+        return python_literal(text)
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(text) from error
 

@@ -2352,7 +2352,7 @@ def dry_run(config: Config, offline: bool) -> int:
 # its parts does. Every arm is an ordinary run in a folder of its own, every measurement a file, so
 # the same command goes on where it stopped.
 
-ANALYSES = {"max_steps": 40, "output_dir": "runs/analyses", "log_rollouts": 8, "keep": 1}
+ANALYSES = {"max_steps": 30, "output_dir": "runs/analyses", "log_rollouts": 8, "keep": 1}
 ANALYSES_SEEDS = 3
 TURN_BUDGETS = (1, 2, 3, 5)  # T_max when measuring; training keeps its own
 FLOW_GRPO, IMITATION = "Flow-GRPO", "SFT on right roll-outs"

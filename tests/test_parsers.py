@@ -6,7 +6,10 @@ recorded reply. The oracle is the same plan, call or verdict written plainly.
 
 import json
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -519,3 +522,45 @@ def test_long_hostile_text_is_read_in_linear_time(unit):
 def test_nesting_deeper_than_the_parser_allows_is_an_error_of_the_reply(unit):
     for text in (f"tool.execute(query={unit * 6000}1)", f"tool.execute(query={unit * 300}1)"):
         assert modules.parse_command(text, CARD).error
+
+
+READ_IN_THREADS = """
+import gc, threading, time
+import modules
+
+class Interrupt:  # garbage whose collection, at any moment, lets another thread go on
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        time.sleep(0)
+
+source, problems = "[" + "(1, [2, 'a']), " * 100 + "]", []
+
+def read():
+    for _ in range(100):
+        for _ in range(3):
+            Interrupt()
+        try:
+            assert modules._python(source, "eval") is not None
+        except BaseException as error:
+            problems.append(repr(error))
+
+threads = [threading.Thread(target=read) for _ in range(3)]
+gc.set_threshold(5)
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(problems)
+"""
+
+
+def test_commands_can_be_read_while_other_threads_read_too():
+    """CPython 3.11's parser counts its depth for all threads together: a SystemError, seldom, in
+    the middle of a run. In a fresh process, its collector made to interrupt it, plain `ast.parse`
+    fails every time."""
+    folder = Path(modules.__file__).parent
+    done = subprocess.run([sys.executable, "-c", READ_IN_THREADS], cwd=folder, text=True,
+                          capture_output=True, timeout=60)  # fmt: skip
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
