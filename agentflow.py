@@ -1611,16 +1611,16 @@ def smollm2_folder() -> Path:
     return folder
 
 
-def load_tokenizer(path: str):
-    """tokenizer.json exactly as it is, where there is one.
+def load_tokenizer(path: str, **options):
+    """tokenizer.json exactly as it is, where there is one; options: `from_pretrained`'s.
 
     AutoTokenizer picks a class by the model's type, and some of these rebuild the splitting rules
     and drop what the file says: ids other than those the weights were trained with.
     """
     try:
-        return PreTrainedTokenizerFast.from_pretrained(path)
+        return PreTrainedTokenizerFast.from_pretrained(path, **options)
     except (OSError, ValueError, TypeError):  # no tokenizer.json: an older format
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, **options)
 
 
 def find_device(name: str | torch.device) -> torch.device:

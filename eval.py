@@ -4,6 +4,7 @@
     python eval.py --adapter runs/NAME          a trained one, with the same random numbers
     python eval.py --bench all                  the paper's ten benchmarks (section 5)
     python eval.py --compare FIRST,SECOND       two result folders, question by question
+    python eval.py --report runs/NAME           a training run as one page for the browser
 
 The reward of a roll-out is `score(...)` of the generator's reply (paper section 2: a verifiable
 outcome R in {0, 1}); the same functions measure a planner, so the two cannot drift apart.
@@ -15,6 +16,7 @@ tolerance for numbers that are merely close.
 from __future__ import annotations
 
 import argparse
+import base64
 import bisect
 import csv
 import dataclasses
@@ -2115,7 +2117,7 @@ def attempt(question: Question, tools: list, limits: agentflow.Limits, scoring: 
     item = {
         **{ITEM_NAMES.get(name, name): getattr(question, name) for name in QUESTION_PARTS},
         "response": None, "answer": None, "crashed": None,
-        "tools": [], "errors": [], "tokens": 0, "planner_tokens": 0,
+        "tools": [], "errors": [], "tokens": 0, "planner_tokens": 0, "flow": [],
     }  # fmt: skip
     try:
         analysis = yield from agentflow.analyse(question.text, tools)
@@ -2132,6 +2134,11 @@ def attempt(question: Question, tools: list, limits: agentflow.Limits, scoring: 
             "errors": [turn.result.error for turn in rollout.turns],
             "tokens": sum(len(reply.response_ids) for reply in replies),
             "planner_tokens": sum(len(reply.response_ids) for reply in planned),
+            "flow": [  # a turn each, bounded as the memory bounds it: for --report
+                {"planner": turn.planner.text, "command": step.command, "result": step.result,
+                 "verifier": turn.verifier.text}
+                for turn, step in zip(rollout.turns, rollout.steps, strict=True)
+            ],
         }
     return (yield from scoring.apply(item, question))
 
@@ -2379,6 +2386,208 @@ def compare(before: list[dict], after: list[dict]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
+# The report of a training run: data/report.html with the run's records in it
+# ------------------------------------------------------------------------------------------------
+
+REPORT_TEMPLATE = Path(__file__).parent / "data" / "report.html"
+REPORT_BYTES = 3_000_000  # of a report; groups of roll-outs that do not fit are left out
+HELD_OUT_SHOWN = 500  # held-out questions in it, evenly spread
+
+
+def report(name: str) -> int:
+    """--report RUN: writes RUN/report.html, one file that shows the run in any browser, from disk.
+
+    Works on what there is: a run that is still going on, or was stopped. What could not be shown is
+    said in the report and printed. Raises ValueError where the folder is no run, or has none yet.
+    """
+    import train  # not at the top: train imports this file
+
+    folder, notes = Path(name), []
+    try:
+        config = json.loads((folder / "run_config.json").read_text(encoding="utf-8"))
+        shape = {field: int(config[field]) for field in ("num_questions", "num_generations")}
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} is no training run, it has no run_config.json: name the folder "
+                         "that train.py printed.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / 'run_config.json'} is damaged ({error}).") from error
+    files = [path for path in (folder / "rollouts").glob("*.jsonl") if path.stem.isdigit()]
+    groups = []
+    for path in tqdm(sorted(files, key=lambda path: int(path.stem)), leave=False, disable=None):
+        try:
+            groups += report_groups(read_lines(path, notes), config)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            notes.append(f"{path.name} is damaged and left out ({type(error).__name__}: {error}).")
+    if not groups:
+        raise ValueError(f"{folder} has no roll-outs to show: let the run finish a step first. "
+                         + " ".join(notes))
+    metrics = read_lines(folder / "metrics.jsonl", notes)
+    for place, row in enumerate(metrics):
+        # As train.py said it; of a bf16 run the words are bf16's, which sounds at fewer gaps.
+        said = [train.alarms(metrics[: place + 1], fp32, math.prod(shape.values()))
+                for fp32 in (True, False)]
+        row["alarms"] = {key: (said[0] | said[1]).get(key, "") for key in row.get("alarms") or ()}
+    held_out = {when: read_lines(folder / f"eval_{when}.jsonl", notes) for when in PAIR}
+    index = {
+        "name": folder.resolve().name, "config": config, "metrics": metrics, "notes": notes,
+        "heads": read_heads(folder, notes), "pairs": held_out_pairs(held_out, notes),
+        "accuracy": {
+            when: statistics.fmean(item.get("score") or 0 for item in items) if items else None
+            for when, items in held_out.items()
+        },
+    }  # fmt: skip
+    page = report_page(index, groups, notes)
+    train.write_atomically(folder / "report.html", page)
+    print("".join(f"note: {note}\n" for note in notes) + f"report: {folder / 'report.html'} "
+          f"({len(page) / 1e6:.1f} MB)")
+    return 0
+
+
+def read_lines(path: Path, notes: list[str]) -> list[dict]:
+    """The lines of a JSONL file, NaN as None; [] where there is none. A line that cannot be read
+    (a stop cuts the last one) is left out, and notes says so."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    rows, cut = [], 0
+    for line in filter(None, lines):
+        try:
+            rows.append(dict(json.loads(line, parse_constant=lambda name: None)))
+        except (ValueError, TypeError):
+            cut += 1
+    if cut:
+        notes.append(f"{path.name}: {cut} line(s) cannot be read and are left out.")
+    return rows
+
+
+def read_heads(folder: Path, notes: list[str]) -> dict[str, str]:
+    """The heads that the roll-outs' prompts name."""
+    try:
+        return json.loads((folder / "rollouts" / "heads.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        notes.append(f"The prompts' heads are missing: heads.json cannot be read ({error}).")
+        return {}
+
+
+def report_groups(records: list[dict], config: dict) -> list[dict]:
+    """The roll-outs of a step by question: for each what the lists show, and under "rollouts" the
+    records, to each planner turn its weight in Eq. 5, without the ids of prompts."""
+    groups: dict[int, list[dict]] = {}
+    for record in records:
+        groups.setdefault(record["group"], []).append(record)
+    Q, G = config["num_questions"], config["num_generations"]
+    judged = {  # as train.make_rows counts them: a roll-out without a reward leaves its group
+        number: sum(r["reward"] is not None and bool(r["turns"]) for r in group)
+        for number, group in groups.items()
+    }
+    # --log_rollouts wrote the first ones only: then the step's sizes are those of the flags
+    whole = len(records) >= Q * G
+    Q = sum(map(bool, judged.values())) if whole else Q
+    found = []
+    for number, group in groups.items():
+        rewards = [r["reward"] for r in group]
+        known = [reward for reward in rewards if reward is not None]
+        G_q = judged[number] if whole else G
+        for r in group:
+            for turn in r["turns"]:
+                planner = turn["planner"]
+                planner["prompt_tokens"] = len(planner.pop("prompt_ids"))
+                tokens = len(planner["reply_ids"])  # Eq. 5: 1 / (Q * G_q * T_i * |a_i^t|)
+                counts = r["reward"] is not None
+                planner["weight"] = 1 / (Q * G_q * len(r["turns"]) * tokens) if counts else 0
+        first = group[0]
+        found.append({
+            "step": first["step"], "group": number, "id": first["id"],
+            "question": first["question"], "reference": first["reference"],
+            "rewards": rewards, "advantages": [r["advantage"] for r in group],
+            "Q": Q, "G": G_q, "whole": len(group) >= G,
+            # Eq. 7: over the judged ones, the sample's deviation (ddof 1)
+            "mean": statistics.fmean(known) if known else None,
+            "std": statistics.stdev(known) if len(known) > 1 else None,
+            "words": " ".join(sorted({word for r in group for turn in r["turns"]
+                                      for word in (turn["tool"]["name"], turn["tool"]["error"])}
+                                     | {str(r["answer"])[:80] for r in group})),
+            "rollouts": [{k: v for k, v in r.items() if k not in ("prompt", "completion")}
+                         for r in group],
+        })  # fmt: skip
+    return found
+
+
+PAIR = ("before", "after")
+PAIR_PARTS = ("response", "score", "tools", "errors", "flow", "crashed")
+
+
+def held_out_pairs(held_out: dict[str, list[dict]], notes: list[str]) -> list[dict]:
+    """A held-out question, with what came of it before and after training (None: not measured)."""
+    pairs: dict[str, dict] = {}
+    for when, items in held_out.items():
+        for item in items:
+            known = {name: item.get(name) for name in ("id", "question", "reference", "group")}
+            pair = pairs.setdefault(f"{item.get('id')} {item.get('question')}", known)
+            pair[when] = {name: item.get(name) for name in PAIR_PARTS}
+    if not held_out["after"]:
+        notes.append("There is no eval_after.jsonl: the run has not come to its end.")
+    shown = evenly_spread([*pairs.values()], HELD_OUT_SHOWN) if pairs else []
+    if len(shown) < len(pairs):
+        notes.append(f"{len(shown)} of {len(pairs)} held-out questions are shown, evenly spread.")
+    return shown
+
+
+def token_texts(model: str, ids: set[int], notes: list[str]) -> dict[int, str]:
+    """What each id stands for, by the run's tokenizer, without its weights and without a network;
+    empty where it cannot be loaded."""
+    local = {"builtin": agentflow.BUILTIN, "smollm2": cache_folder() / "smollm2-135m-instruct"}
+    random = model.startswith(agentflow.RANDOM)
+    path = str(local.get("builtin" if random else model, os.path.expanduser(model)))
+    try:
+        tokenizer = agentflow.load_tokenizer(path, local_files_only=True)
+        return {one: tokenizer.decode([one]) for one in sorted(ids)}
+    except Exception as error:  # each kind of damage in a user's folder raises its own
+        notes.append(f"The tokenizer of {model} cannot be loaded, so tokens are shown by their "
+                     f"ids ({type(error).__name__}).")
+        return {}
+
+
+def packed(value: Any) -> str:
+    """JSON, deflated, as base64. What a model or a file says can then hold no sign that ends the
+    script element it stands in, and takes a fifth of the room."""
+    return base64.b64encode(zlib.compress(json.dumps(value).encode(), 9)).decode()
+
+
+def report_page(index: dict, groups: list[dict], notes: list[str]) -> str:
+    """The page: the template with its data, and the hashes by which alone the browser runs its
+    script. Notes what had to be left out to keep it within REPORT_BYTES."""
+    template = REPORT_TEMPLATE.read_text(encoding="utf-8")
+    ids = [{one for r in group["rollouts"] for turn in r["turns"]
+            for one in turn["planner"]["reply_ids"]} for group in groups]  # fmt: skip
+    total = sum(len(group["rollouts"]) for group in groups)
+    chunks = [packed(group.pop("rollouts")) for group in groups]
+    room = REPORT_BYTES - len(template) - len(packed([index, groups])) - 50_000  # for token texts
+    count = len(chunks)
+    while count and sum(len(chunks[i]) for i in evenly_spread(range(len(chunks)), count)) > room:
+        count = count * 19 // 20
+    shown = evenly_spread(range(len(chunks)), count) if count else []
+    for place, group in enumerate(groups):
+        group["chunk"] = bisect.bisect_left(shown, place) if place in shown else None
+    if count < len(chunks):
+        kept = sum(len(groups[place]["rewards"]) for place in shown)
+        notes.append(f"{kept} of {total} roll-outs are in this report, whole groups evenly spread "
+                     f"over the run, to keep it to {REPORT_BYTES / 1e6:g} MB; charts, rewards and "
+                     "advantages are of all.")
+    index["groups"] = groups
+    index["tokens"] = token_texts(
+        index["config"]["model"], set().union(*(ids[place] for place in shown)), notes
+    )
+    data = "\n".join(
+        f'<script type="text/plain" class="data">{text}</script>'
+        for text in [packed(index), *(chunks[place] for place in shown)]
+    )
+    for part in ("style", "script"):
+        inside = re.search(rf"<{part}>(.*?)</{part}>", template, re.DOTALL)[1]
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        template = template.replace(f"sha256-{part}", f"sha256-{digest}")
+    return template.replace("<!-- the run's data -->", data)
+
+
+# ------------------------------------------------------------------------------------------------
 # The command line
 # ------------------------------------------------------------------------------------------------
 
@@ -2414,6 +2623,7 @@ class EvalConfig(agentflow.ToolFlags):
     resume: bool = False  # go on in --output_dir, with the flags of the start
     rescore: bool = False  # score the answers in --output_dir again, without asking the model
     compare: str = ""  # FIRST,SECOND: two result folders, question by question
+    report: str = ""  # measure nothing: write RUN/report.html, a training run to look at
     json: str = ""  # write the same numbers, and every item, to this file
     merge_to: str = ""  # measure nothing: write --model with --adapter in its weights to a folder
 
@@ -2790,6 +3000,8 @@ def main(arguments: list[str] | None = None) -> int:
         agentflow.check_ranges(config, {**least, "runs": 1})
         if config.json:
             open(config.json, "a", encoding="utf-8").close()  # better refused now than at the end
+        if config.report:
+            return report(config.report)
         if config.compare:
             folders = config.compare.split(",")
             if len(folders) != 2:
