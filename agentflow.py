@@ -2116,6 +2116,56 @@ def describe(rollout: Rollout) -> str:
     return "\n".join(lines)
 
 
+COLOURS = {"planner": 36, "executor": 33, "verifier": 34, "generator": 32, "memory": 90}  # ANSI
+
+
+def narrate(coroutine, tell: Callable[[str, str], None]):
+    """The same coroutine, told as it goes: tell(module, text) hears each reply as it comes, and
+    under "memory" what each turn has added to it: the verifier's prompt is the planner's and the
+    new step, since the memory only grows."""
+    answer, error, before = None, None, ""
+    while True:
+        try:
+            wanted = coroutine.throw(error) if error else coroutine.send(answer)
+        except StopIteration as end:
+            return end.value
+        module = wanted.module if isinstance(wanted, Ask) else ""
+        if module == "verifier":
+            tell("memory", wanted.user.removeprefix(before).strip())
+        elif module == "planner":
+            before = wanted.user
+        answer, error = None, None
+        try:
+            answer = yield wanted
+        except Exception as problem:
+            error = problem  # the coroutine's affair: it is raised where it asked
+        else:
+            if module:
+                tell(module, answer.text)
+
+
+def teller(stream) -> Callable[[str, str], None]:
+    """What `narrate` tells, as text on a stream, each part at once; in colours on a terminal only
+    (and not where NO_COLOR is set). Control signs in a reply or a web page stay signs: none of them
+    moves the cursor."""
+    coloured = stream.isatty() and not os.environ.get("NO_COLOR")
+
+    def tell(module: str, text: str) -> None:
+        heading = f"[{module}]" + ("  <- the trained module" if module == "planner" else "")
+        if coloured:
+            heading = f"\033[1;{COLOURS.get(module, 35)}m{heading}\033[0m"
+        shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+        print(f"\n{heading}\n{shown}", file=stream, flush=True)
+
+    return tell
+
+
+def answer_question(question: str, tools: list[Tool], limits: Limits):
+    """Analysis and flow of one question, as one coroutine."""
+    analysis = yield from analyse(question, tools)
+    return (yield from flow(question, analysis, tools, limits))
+
+
 def main(arguments: list[str] | None = None) -> int:
     config = parse_flags(AskConfig, arguments, __doc__, positional="question")
     try:
@@ -2131,12 +2181,11 @@ def main(arguments: list[str] | None = None) -> int:
             backbone.load_planner(config.adapter)
         sampling = sampling_of(config, config.temperature)
         limits = limits_of(config, backbone)
-        (rollout,) = roll_out(
-            [config.question], 1, backbone, tools, limits, sampling, config.seed, step=-1
-        )
+        print(f"Question: {config.question}", flush=True)
+        told = narrate(answer_question(config.question, tools, limits), teller(sys.stdout))
+        drive([told], [(config.seed, -1, 0, 0)], backbone, sampling)  # eval.py's first question
     except (ValueError, OSError, FloatingPointError) as error:
         return fail(error)
-    print(describe(rollout))
     return 0
 
 

@@ -1,0 +1,207 @@
+"""The flow told live, and the analyses in miniature."""
+
+import io
+import json
+import math
+import statistics
+
+import pytest
+import torch
+
+import agentflow
+import train
+from agentflow import Limits, Sampling, ScriptedBackbone
+from tools import make_tools
+
+PLAN = "Context: none\nSub-Goal: {}\nTool Name: Python_Coder_Tool"
+CALL = 'execution = tool.execute(query="{}")'
+
+
+def tell_two_turns(tool_text="```python\nprint(6*7)\n```"):
+    """(what was told, the roll-out) of a scripted flow of two turns."""
+    backbone = ScriptedBackbone({
+        "analyst": ["an analysis"],
+        "planner": [PLAN.format("first"), PLAN.format("second")],
+        "executor": [CALL.format("one"), CALL.format("two")],
+        "tool": [tool_text, tool_text],
+        "verifier": ["Conclusion: CONTINUE", "Conclusion: STOP"],
+        "generator": ["<answer> 42 </answer>"],
+    })  # fmt: skip
+    told = []
+    flow = agentflow.answer_question("q?", make_tools(["Python_Coder_Tool"], True), Limits())
+    (rollout,) = agentflow.drive(
+        [agentflow.narrate(flow, lambda module, text: told.append((module, text)))],
+        [(0,)], backbone, Sampling(),
+    )  # fmt: skip
+    return told, rollout
+
+
+def test_the_flow_is_told_as_it_goes_and_is_the_same_flow():
+    told, rollout = tell_two_turns()
+    turn = ["planner", "executor", "tool", "memory", "verifier"]
+    assert [module for module, _ in told] == ["analyst", *turn, *turn, "generator"]
+    memories = [text for module, text in told if module == "memory"]
+    # each is the new step alone: together, with the verdicts, they are the whole memory
+    whole = f"{memories[0]}\nVerdict: CONTINUE\n{memories[1]}\nVerdict: STOP"
+    assert whole == rollout.memory
+    assert "Result: 42" in memories[0] and "Step 1" not in memories[1]
+
+
+def test_an_error_reaches_the_coroutine_that_is_told():
+    def asks():
+        try:
+            yield agentflow.analyst_ask("q?", [])
+        except ValueError as error:
+            return f"caught {error}"
+
+    told = agentflow.narrate(asks(), lambda *_: None)
+    next(told)
+    with pytest.raises(StopIteration) as end:
+        told.throw(ValueError("too long"))
+    assert end.value.value == "caught too long"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_colours_are_for_terminals_and_a_page_cannot_move_the_cursor(kind, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = kind()
+    agentflow.teller(stream)("planner", "a\x1b[2Jb\rc\nd é")
+    shown = stream.getvalue()
+    assert "a\\x1b[2Jb\\rc\nd é" in shown
+    assert ("\x1b[" in shown) == (kind is Terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = kind()
+    agentflow.teller(stream)("planner", "a")
+    assert "\x1b" not in stream.getvalue()
+
+
+# ------------------------------------------------------------------------------------- --analyses
+
+
+def test_an_interval_over_seeds_is_student_s():
+    # two degrees of freedom: the 97.5 % quantile is 4.3027 (any table of the t distribution)
+    values = [0.2, 0.5, 0.8]
+    middle, half = train.mean_and_half(values)
+    assert middle == pytest.approx(0.5)
+    assert half == pytest.approx(4.303 * statistics.stdev(values) / math.sqrt(3))
+    assert train.mean_and_half([0.4]) == (0.4, None)
+
+
+def test_arms_differ_in_one_thing_each_and_make_equal_roll_outs():
+    config = train.Config(output_dir="x", seed=5, analyses=True)
+    arms = train.arms_of(config)
+    assert len({arm.output_dir for arm in arms.values()}) == len(arms)
+    for arm in arms.values():
+        assert arm.num_questions * arm.num_generations == 64
+        assert not arm.analyses and arm.seed == 5
+    assert [arms[name].num_generations for name in ("Flow-GRPO", "G 2", "G 4")] == [8, 2, 4]
+    assert [arms[name].beta for name in ("Flow-GRPO", "beta 0", "beta 1")] == [0.001, 0.0, 1.0]
+
+
+@pytest.fixture(scope="module")
+def analysed(tmp_path_factory):
+    """--analyses in small, stopped once in the middle and started again."""
+    folder = tmp_path_factory.mktemp("analyses")
+    flags = ["--analyses", "--output_dir", str(folder), "--device", "cpu", "--max_steps", "1",
+             "--num_questions", "2", "--num_generations", "4", "--eval_questions", "4"]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "ANALYSES_SEEDS", 2)
+        patch.setattr(train, "TURN_BUDGETS", (1, 3))
+        whole, arms = train.run_arm, []
+
+        def stops_at_the_third(name, config, device):
+            arms.append(name)
+            if len(arms) == 3:
+                raise KeyboardInterrupt
+            whole(name, config, device)
+
+        patch.setattr(train, "run_arm", stops_at_the_third)
+        assert train.main(flags) == 130
+        times = {path: path.stat().st_mtime_ns for path in folder.glob("*/summary.json")}
+        patch.setattr(train, "run_arm", whole)
+        assert train.main(flags) == 0
+    return folder, times
+
+
+@pytest.mark.slow
+def test_the_analyses_go_on_where_they_stopped_and_report_what_was_measured(analysed):
+    folder, times = analysed
+    assert len(times) == 2  # two arms were finished, and are not run again
+    assert all(path.stat().st_mtime_ns == before for path, before in times.items())
+    report = (folder / "analyses.md").read_text(encoding="utf-8")
+    found = json.loads((folder / "analyses.json").read_text(encoding="utf-8"))
+    assert list(found) == ["0", "1"] and len(found["0"]) == 6
+    # the first table again, from the files of the runs
+    for name, file in (("frozen", "eval_before"), ("Flow-GRPO", "eval_after")):
+        shares = []
+        for seed in (0, 1):
+            lines = (folder / f"seed{seed}-flow_grpo/{file}.jsonl").read_text().splitlines()
+            shares.append(100 * statistics.mean(json.loads(line)["score"] for line in lines))
+        half = 12.706 * statistics.stdev(shares) / math.sqrt(2)
+        assert f"| {name} | {statistics.mean(shares):.1f} ± {half:.1f} |" in report
+    one_turn = (folder / "seed0-flow_grpo/turns_after_1.jsonl").read_text().splitlines()
+    assert all(len(json.loads(line)["tools"]) == 1 for line in one_turn)
+
+
+def test_imitation_is_a_step_on_the_weighted_log_likelihood(tmp_path, monkeypatch):
+    """Against the same sum by Hugging Face's forward and log_softmax, differentiated by autograd.
+    """
+    config = train.Config(model="config:tiny", device="cpu", lora_r=4, num_questions=1,
+                          num_generations=2, output_dir=str(tmp_path / "run"))  # fmt: skip
+    backbone = agentflow.load_backbone("config:tiny", "cpu", lora_r=4)
+    for layer in backbone.lora.values():  # an untrained B is 0, and A's gradient with it
+        torch.nn.init.normal_(layer.B, std=0.02, generator=torch.Generator().manual_seed(1))
+    prompts, replies = [[5, 6, 7], [5, 6, 9], [8, 3]], [[11, 12], [13], [14, 15, 16]]
+
+    def reply(i):
+        return agentflow.Reply("", prompts[i], replies[i], [0.0] * len(replies[i]), True)
+
+    def rollout(*turns):
+        made = [agentflow.Turn(reply(i), None, None, None, None, None, True) for i in turns]
+        return agentflow.Rollout("", None, made, "", [], None, 0)
+
+    seen = {}
+
+    class Optimizer:
+        def zero_grad(self, set_to_none):
+            backbone.model.zero_grad()
+
+        def step(self):
+            parts = {path: (lora.A.grad.clone(), lora.B.grad.clone())
+                     for path, lora in backbone.lora.items()}  # fmt: skip
+            seen.update(parts)
+
+    monkeypatch.setattr(train, "MAX_GRAD_NORM", 1e9)
+    training = train.Training(config, None, [], [], [], None, backbone, Optimizer(), train.ALONE,
+                              None)  # fmt: skip
+    train.imitate(training, [rollout(0, 1), rollout(2)], step=1)
+    # 2 roll-outs; the first has 2 turns: weights 1 / (2 * T_i * |a|) a token
+    weights = [1 / (2 * 2 * 2), 1 / (2 * 2 * 1), 1 / (2 * 1 * 3)]
+    backbone.model.zero_grad()
+    loss = 0.0
+    for prompt, answer, weight in zip(prompts, replies, weights, strict=True):
+        backbone.gate.value = torch.ones(1, 1, 1)
+        ids = torch.tensor([prompt + answer])
+        context = agentflow.TrieAttention(agentflow.build_trie([prompt + answer])[0], "cpu",
+                                          torch.float32)  # fmt: skip
+        logits = backbone.model(ids, use_cache=False, context=context).logits[0]
+        backbone.gate.value = None
+        logp = logits.log_softmax(-1)
+        for j, token in enumerate(answer):
+            loss = loss - weight * logp[len(prompt) + j - 1, token]
+    loss.backward()
+    for path, lora in backbone.lora.items():
+        torch.testing.assert_close(seen[path][0], lora.A.grad, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(seen[path][1], lora.B.grad, rtol=1e-4, atol=1e-7)
+    assert any(grad.abs().max() > 0 for grad, _ in seen.values())
+
+
+def test_torchrun_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.main(["--analyses", "--device", "cpu"]) == 2
+    assert "without torchrun" in capsys.readouterr().err
