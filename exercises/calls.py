@@ -92,6 +92,7 @@ def bm25_weights(texts):
 def bm25_best(scores, count, share):
     """`best` alone: the scores are given."""
     import numpy as np
+
     from tools import BM25
 
     bm25 = object.__new__(BM25)
@@ -149,6 +150,7 @@ def verdict(stderr, mark, code, timeout):
 
 def causal_mask(positions, width, dtype):
     import torch
+
     from agentflow import causal_mask
 
     return causal_mask(positions, width, getattr(torch, dtype))
@@ -166,8 +168,9 @@ def cached_attend(kv, rows, positions, mask, layer, query, key, value, scaling):
 def burst(prompts, written, steps):
     """One burst over rows of so many prompt tokens and written ones: the positions and masks that
     each pass was given. No model: its states are zeros, and each next token is 0."""
-    import agentflow
     import torch
+
+    import agentflow
 
     ask, rows = agentflow.Ask("executor", "", ""), []
     for number, (prompt, own) in enumerate(zip(prompts, written, strict=True)):
@@ -210,6 +213,7 @@ def draw(probabilities, draws):
 def new_lora(weight, r, seed):
     """An adapter as it is made, around a frozen layer with this weight (out, in)."""
     import torch
+
     from agentflow import Gate, LoraLinear
 
     base = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
@@ -281,8 +285,9 @@ def kl(logp, logp_ref):
 
 def logprobs(hidden, weight, targets, temperature, chunk, upstream, head_bytes, frozen_head):
     """Log-probs, entropies, both gradients, and the numbers in the largest tensor on the way."""
-    import flow_grpo
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    import flow_grpo
 
     largest = 0
 
@@ -327,8 +332,9 @@ def rows(lengths, rewards, group_ids):
 def gradients(policy, reference, head, made, settings):
     """The gradient of a model whose state after a token is a row of a table (V, D), by
     accumulate_gradients; and the statistics."""
-    import flow_grpo
     import torch
+
+    import flow_grpo
     import train
 
     table = policy.clone().requires_grad_()
@@ -349,6 +355,7 @@ def update(gradient_of_pass, iterations):
     """`update` of one weight at 0 by SGD of rate 1, each pass having this gradient: the weight, the
     norm that is reported, what happened in which order, and the error."""
     import torch
+
     import train
 
     weight, events = torch.nn.Parameter(torch.zeros_like(gradient_of_pass)), []

@@ -92,7 +92,7 @@ TASKS: dict[int, Task] = {
                   "waits for the process; late (bool: was it still running at the limit?); seconds "
                   "that it ran; init, missing = _first_words(err, mark). Where it is late, or init "
                   "is 0: _kill_everything(process, waiter, init, folder). A process that dies "
-                  "before it has read everything raises BrokenPipeError here: its exit code tells."),
+                  "before it has read all raises BrokenPipeError here: its exit code tells."),
             Block("tools.py:_verdict",
                   "return what a run that hit the limit is told",
                   "In: timeout in seconds; message, what the program's report said (if there was "
@@ -218,6 +218,6 @@ TASKS: dict[int, Task] = {
             Block("train.py:update",
                   "tell the backbone that its planner has changed",
                   "In: backbone. Out: nothing; keys and values that were computed with the old "
-                  "weights must not be used again. See Algorithm 1: pi_old is the present planner."),
+                  "weights must not be used again. See Algorithm 1: pi_old is today's planner."),
         )),
 }  # fmt: skip
