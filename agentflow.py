@@ -634,18 +634,22 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Linear, gate: Gate, r: int, alpha: float, random: torch.Generator):
         super().__init__()
         self.base, self.gate, self.scale = base, gate, alpha / r
+        # BEGIN SOLUTION 11
         A = torch.empty(r, base.in_features)
         nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=random)
         self.A = nn.Parameter(A.to(base.weight.device))  # (r, in)
         self.B = nn.Parameter(torch.zeros(base.out_features, r, device=base.weight.device))
+        # END SOLUTION 11
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # BEGIN SOLUTION 11
         y = self.base(x)  # (B, L, out)
         if self.gate.value is None:
             return y
         low = F.linear(x, self.A.to(x.dtype)) * (self.scale * self.gate.value)  # (B, L, r)
         # Added in place, by the product itself: a copy of y costs more than both products.
         y.flatten(0, 1).addmm_(low.flatten(0, 1), self.B.to(x.dtype).T)
+        # END SOLUTION 11
         return y
 
 
@@ -712,9 +716,11 @@ def causal_mask(positions: torch.Tensor, width: int, dtype: torch.dtype) -> torc
 
     A number to add and not a boolean, which every layer would turn into one again.
     """
+    # BEGIN SOLUTION 5
     visible = torch.arange(width, device=positions.device) <= positions[..., None]
     mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device)
     return mask.masked_fill_(~visible, -math.inf).unsqueeze(-3)
+    # END SOLUTION 5
 
 
 @dataclass
@@ -731,12 +737,14 @@ class CachedAttention:
     mask: torch.Tensor       # (B, 1, L, width), width <= W: the longest row's
 
     def attend(self, layer, query, key, value, scaling):
+        # BEGIN SOLUTION 5
         keys, values = self.kv[0, layer], self.kv[1, layer]  # (B, H_kv, W, D_head) each
         keys[self.rows, :, self.positions] = key.transpose(1, 2)
         values[self.rows, :, self.positions] = value.transpose(1, 2)
         width = self.mask.shape[-1]
         keys, values = keys[:, :, :width], values[:, :, :width]
         return masked_attention(query, keys, values, self.mask, scaling).transpose(1, 2)
+        # END SOLUTION 5
 
 
 @dataclass
@@ -841,12 +849,14 @@ def choose(logits, temperatures, draws):
     logits: (B, V); temperatures: (B,), 0 = the most likely token; draws: (B,) in [0, 1), or None
     when every row is greedy. Returns ids (B,) and log-probs (B,) in fp32.
     """
+    # BEGIN SOLUTION 6
     scaled = flow_grpo.tempered(logits, temperatures)  # (B, V) fp32
     log_total = scaled.logsumexp(dim=-1)  # (B,)
     ids = scaled.max(dim=-1).indices  # (B,): on a CPU three times as fast as argmax
     if draws is not None:
         ids = torch.where(temperatures == 0, ids, draw(scaled.softmax(dim=-1), draws))
     return ids, scaled.gather(-1, ids[:, None])[:, 0] - log_total
+    # END SOLUTION 6
 
 
 def draw(probabilities, draws):
@@ -857,6 +867,7 @@ def draw(probabilities, draws):
     cumulated, in the numbers' own precision (fp32 would shift borders by more than rare tokens
     have).
     """
+    # BEGIN SOLUTION 6
     B, V = probabilities.shape
     blocks = F.pad(probabilities, (0, -V % DRAW_BLOCK)).view(B, -1, DRAW_BLOCK)
     cumulated = blocks.sum(dim=-1, dtype=draws.dtype).cumsum(dim=-1)  # (B, blocks)
@@ -866,6 +877,7 @@ def draw(probabilities, draws):
     token, _ = first_above(inside.cumsum(dim=-1, dtype=draws.dtype), target - before)
     # Where every probability is NaN there is no such token; `finite` will say so.
     return (block * DRAW_BLOCK + token)[:, 0].clamp(max=V - 1)
+    # END SOLUTION 6
 
 
 def first_above(cumulated, target):
@@ -1516,12 +1528,14 @@ class Backbone:
         """
         rows, B = lane.rows, len(lane.rows)
         steps = min(self.stride, max(row.room() for row in rows))
+        # BEGIN SOLUTION 5
         lengths = [len(row.prompt_ids) + len(row.ids) - 1 for row in rows]  # keys and values so far
         width = max(lengths) + steps
-        lane.reserve(B, width)
         later = torch.arange(steps, device=self.device)[:, None]
         positions = (torch.tensor(lengths, device=self.device) + later)[..., None]  # (steps, B, 1)
         masks = causal_mask(positions, width, lane.dtype)  # (steps, B, 1, 1, width)
+        # END SOLUTION 5
+        lane.reserve(B, width)
         temperatures, draws = self._draws(rows, steps)
         numbers = torch.arange(B, device=self.device)[:, None]
         gates = self._gates(lane, [row.gate for row in rows])

@@ -63,6 +63,7 @@ def group_advantages(
     # fixed order (on CUDA, index_add adds in whatever order its threads arrive).
     scores = rewards.detach().cpu().double()  # (R,)
     assert not scores.isinf().any(), "a reward is a finite number, or NaN where judging failed"
+    # BEGIN SOLUTION 8
     groups, group = group_ids.cpu().long().unique(return_inverse=True)  # (Q,), (R,) in 0..Q-1
 
     def group_sum(values: torch.Tensor) -> torch.Tensor:
@@ -83,6 +84,7 @@ def group_advantages(
     advantages = torch.where(flat, 0.0, centred / (std + eps))  # (R,) Eq. 7
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     return advantages.to(device=rewards.device, dtype=dtype)
+    # END SOLUTION 8
 
 
 # --------------------------------------------------- Eq. 5: three nested means, one weight a row
@@ -115,6 +117,7 @@ def turn_weights(
         f"{lengths.shape}"
     )
     assert (lengths > 0).all(), "a row is a planner turn, and has at least its end token"
+    # BEGIN SOLUTION 7
     pairs = torch.stack([group_ids.cpu().long(), rollout_ids.cpu().long()], dim=1)  # (N, 2)
     rollouts, rollout = pairs.unique(dim=0, return_inverse=True)  # (R, 2), (N,) in 0..R-1
     turns = rollout.bincount()  # (R,) T_i
@@ -124,6 +127,7 @@ def turn_weights(
     per_rollout = Q * rollouts_in_group.double() * turns  # (R,) Q * G_q * T_i
     weights = 1.0 / (per_rollout[rollout] * lengths.cpu())  # (N,) Eq. 5's three fractions, and 1/Q
     return weights.to(device=lengths.device, dtype=torch.float32)
+    # END SOLUTION 7
 
 
 # ------------------------------------------------------ Eq. 5-6: the ratio and the objective
@@ -174,6 +178,7 @@ def flow_grpo_loss(
     logp_old = torch.where(keep, logp_old.detach(), 0.0)  # (N, L)
     A = advantages.detach()[:, None]  # (N, 1) one number for all tokens of a turn
 
+    # BEGIN SOLUTION 9
     # One ratio a token, never a product over the response. Numerator: the policy trained now.
     # Denominator, and sampling distribution: pi_old.
     ratio = (logp - logp_old).exp()  # (N, L)  Eq. 6
@@ -189,6 +194,7 @@ def flow_grpo_loss(
         objective = objective - beta * kl  # (N, L)
     objective = torch.where(keep, objective, 0.0)  # (N, L) padding weighs nothing
     loss = -(weights.detach()[:, None] * objective).sum()  # ()  Eq. 5; minus, as J is maximised
+    # END SOLUTION 9
 
     with torch.no_grad():
         tokens = keep.sum()  # ()
@@ -222,8 +228,10 @@ def kl_k3(logp: torch.Tensor, logp_ref: torch.Tensor) -> torch.Tensor:
     -sum pi_ref * d logp, the gradient of KL(pi_ref || pi_theta), the other direction. Both are
     smallest at pi_theta = pi_ref.
     """
+    # BEGIN SOLUTION 9
     difference = logp_ref - logp  # d; direction: reference over policy
     return torch.expm1(difference) - difference  # expm1 keeps its digits where d is about 0
+    # END SOLUTION 9
 
 
 # --------------------------------- log-probs in chunks of tokens and vocabulary: memory flat in V
@@ -291,6 +299,7 @@ class LinearLogprobs(torch.autograd.Function):
         logp, entropy, normaliser = (
             torch.empty(M, dtype=torch.float32, device=hidden.device) for _ in range(3)
         )  # (M,) each
+        # BEGIN SOLUTION 10
         for start in range(0, M, chunk):
             part = slice(start, start + chunk)
             state = hidden[part].float()  # (m, D)
@@ -311,6 +320,7 @@ class LinearLogprobs(torch.autograd.Function):
             normaliser[part] = top + total.log()  # (m,) log of the softmax's denominator
             logp[part] -= normaliser[part]  # (m,)
             entropy[part] = normaliser[part] - weighted / total  # (m,) -sum p log p
+        # END SOLUTION 10
         ctx.save_for_backward(hidden, weight, targets, normaliser)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropy)  # measured, never trained
@@ -326,6 +336,7 @@ class LinearLogprobs(torch.autograd.Function):
             torch.zeros_like(x, dtype=torch.float32) if wanted else None
             for x, wanted in ((hidden, to_hidden), (weight, to_weight))
         )  # (M, D), (V, D)
+        # BEGIN SOLUTION 10
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             state = hidden[part].float()  # (m, D)
@@ -341,6 +352,7 @@ class LinearLogprobs(torch.autograd.Function):
                     grad_hidden[part].addmm_(slope, head)
                 if to_weight:
                     grad_weight[v].addmm_(slope.T, state)
+        # END SOLUTION 10
         if to_hidden:
             grad_hidden = grad_hidden.to(hidden.dtype)
         if to_weight:

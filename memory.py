@@ -41,6 +41,7 @@ class Step:
 
     def render(self, max_result: int | None = None) -> str:
         """The step as text. The verdict is its last line, so concluding a step only appends."""
+        # BEGIN SOLUTION 1
         result = self.result if max_result is None else clip_middle(self.result, max_result)
         lines = [
             f"Step {self.turn}",
@@ -55,6 +56,7 @@ class Step:
         if self.stop is not None:
             lines.append(f"Verdict: {'STOP' if self.stop else 'CONTINUE'}")
         return "\n".join(lines)
+        # END SOLUTION 1
 
 
 class Memory:
@@ -104,9 +106,11 @@ class Memory:
             (see `agentflow.fit_prompt`); None shows them as recorded, which is append-only:
             a longer memory's text begins with a shorter one's.
         """
+        # BEGIN SOLUTION 1
         limits = max_results or [None] * len(self.steps)
         shown = zip(self.steps, limits, strict=True)
         return "\n".join(step.render(limit) for step, limit in shown)
+        # END SOLUTION 1
 
 
 if __name__ == "__main__":

@@ -350,6 +350,7 @@ def parse_plan(text: str, tools: list[str]) -> Plan:
     it. Of several JSON objects, the first that is a plan wins. Errors: no plan found, unknown
     tool, more than one tool.
     """
+    # BEGIN SOLUTION 2
     text = drop_thinking(text)
     plan = _last_plan(_labelled(text, _PLAN_LABEL))
     for _, fields in () if plan else _objects(text):
@@ -374,10 +375,12 @@ def parse_plan(text: str, tools: list[str]) -> Plan:
         error=None if tool else error,
         justification=plan.get("justification", ""),
     )
+    # END SOLUTION 2
 
 
 def _last_plan(pairs: list[tuple[str, str]]) -> dict[str, str] | None:
     """The last plan among (label, value) pairs that has a sub-goal and a tool."""
+    # BEGIN SOLUTION 2
     groups: list[dict[str, str]] = [{}]
     before = ""
     for name, value in pairs:
@@ -396,6 +399,7 @@ def _last_plan(pairs: list[tuple[str, str]]) -> dict[str, str] | None:
         if plan.get("subgoal") and _first_line(plan["tool"]):
             return plan
     return None
+    # END SOLUTION 2
 
 
 def _resolve(line: str, tools: list[str]) -> str:

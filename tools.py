@@ -362,11 +362,13 @@ class BM25:
             for term in count:
                 holders.setdefault(term, []).append(index)
         self.index: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        # BEGIN SOLUTION 3
         for term, rows in holders.items():
             idf = math.log(1 + (self.size - len(rows) + 0.5) / (len(rows) + 0.5))
             where = np.array(rows)
             f = np.array([counts[row][term] for row in rows], dtype=np.float64)
             self.index[term] = (where, idf * f * (K1 + 1) / (f + norm[where]))
+        # END SOLUTION 3
 
     def scores(self, query: str) -> np.ndarray:
         """The score of every text for a query; a word that is asked twice counts once."""
@@ -379,10 +381,12 @@ class BM25:
 
     def best(self, query: str, count: int, share: float = 0.0) -> list[int]:
         """At most `count` texts, best first, that match at all and reach `share` of the best."""
+        # BEGIN SOLUTION 3
         scores = self.scores(query)
         order = np.argsort(-scores, kind="stable")[:count]  # stable: equal scores in text order
         enough = share * scores.max(initial=0.0)
         return [int(row) for row in order if scores[row] > 0 and scores[row] >= enough]
+        # END SOLUTION 3
 
 
 def chunks(text: str, size: int = 200, overlap: int = 20) -> list[str]:
@@ -816,6 +820,7 @@ def _run_in(folder: str, code: str, timeout: float, memory_mb: int, max_output: 
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)
     out, err = _Pipe(process.stdout, max_output), _Pipe(process.stderr, max(16_000, max_output))
+    # BEGIN SOLUTION 4
     # Popen.wait(timeout) looks every 50 ms; a thread that blocks in waitpid knows at once.
     waiter = threading.Thread(target=process.wait, daemon=True)
     waiter.start()
@@ -825,16 +830,23 @@ def _run_in(folder: str, code: str, timeout: float, memory_mb: int, max_output: 
         waiter.join(max(0.0, timeout - (time.perf_counter() - started)))
     finally:  # on Ctrl-C too
         late, seconds = waiter.is_alive(), time.perf_counter() - started
-        header = re.match(rf"{mark} (\d+) (\[.*\])\n".encode(), err.head)  # its first words
-        init, missing = (int(header[1]), header[2].decode()) if header else (0, "[]")
+        init, missing = _first_words(err, mark)
         if late or init == 0:
             _kill_everything(process, waiter, init, folder)
+    # END SOLUTION 4
     for thread in (waiter, out, err):
         thread.join(2.0)  # at once, unless someone has fled with our pipe: then without the rest
     ended = (process.returncode, timeout if late else None)
     value, error, message, stderr = _verdict(err.text(), mark, *ended)
     return PythonRun(out.text(), value, error, message, stderr, seconds,
                      tuple(python_literal(missing)))
+
+
+def _first_words(err: _Pipe, mark: str) -> tuple[int, str]:
+    """(process number of the namespace's init, 0 without one; what is missing), as the child said
+    them on stderr before the program ran."""
+    header = re.match(rf"{mark} (\d+) (\[.*\])\n".encode(), err.head)
+    return (int(header[1]), header[2].decode()) if header else (0, "[]")
 
 
 def _verdict(stderr: str, mark: str, code: int | None,
@@ -857,8 +869,10 @@ def _verdict(stderr: str, mark: str, code: int | None,
         value, error, message = None, "runtime", f"The program ended early with {how}."
         report = ""
     if timeout is not None:  # an error that came before is the better clue: threads may hang on
+        # BEGIN SOLUTION 4
         also = f" Before: {message}" if report and message else ""
         return None, "timeout", f"Timed out after {timeout:g} seconds.{also}", stderr
+        # END SOLUTION 4
     return value, error, message, stderr
 
 
@@ -1434,6 +1448,7 @@ class Library_Search_Tool(Tool):
         self.index = BM25(self.passages)
 
     def run(self, query: str):
+        # BEGIN SOLUTION 3
         # Not a Job: a look-up costs microseconds, less than a hop to another thread.
         found = self.index.best(query, count=3, share=0.7)
         if not found:
@@ -1442,6 +1457,7 @@ class Library_Search_Tool(Tool):
         lines = [f"[{rank}] {clip_middle(self.passages[row], room)}"
                  for rank, row in enumerate(found, start=1)]
         return ToolResult("\n".join(lines))
+        # END SOLUTION 3
 
 
 TOOLS = (Base_Generator_Tool, Python_Coder_Tool, Google_Search_Tool, Wikipedia_Search_Tool,

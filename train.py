@@ -283,6 +283,7 @@ def make_rows(rollouts: list, rewards: torch.Tensor, group_ids: torch.Tensor):
     A roll-out that nobody could judge leaves its group, in Eq. 5 as in Eq. 7: its rows weigh 0, for
     the records alone, and the others' weights are as if it were not there.
     """
+    # BEGIN SOLUTION 12
     advantages = flow_grpo.group_advantages(rewards, group_ids)  # (R,)  Eq. 7
     turns = [(i, turn.planner) for i, rollout in enumerate(rollouts) for turn in rollout.turns]
     rollout_ids = torch.tensor([i for i, _ in turns])  # (N,)
@@ -304,6 +305,7 @@ def make_rows(rollouts: list, rewards: torch.Tensor, group_ids: torch.Tensor):
         for (i, reply), weight in zip(turns, weights.tolist(), strict=True)
     ]
     return rows, advantages
+    # END SOLUTION 12
 
 
 def micro_batches(rows: list[Row], tokens: int) -> list[list[Row]]:
@@ -372,6 +374,7 @@ def accumulate_gradients(
     totals["gap_max"] = 0.0
     all_tokens = all_tokens or response_tokens(rows)
     for batch in micro_batches(rows, config.micro_batch_tokens):
+        # BEGIN SOLUTION 12
         logp, entropy = score_rows(backbone, batch, config.temperature, gate=1)  # (N, L) each
         width, device = logp.shape[1], logp.device
         logp_old = pad([row.logp_old for row in batch], width, device)  # (N, L)
@@ -392,6 +395,7 @@ def accumulate_gradients(
             beta=config.beta,
         )
         loss.backward()
+        # END SOLUTION 12
         keep_token_values(batch, entropy, logp_ref)
         tokens = mask.sum().item()
         share = tokens / all_tokens
@@ -454,6 +458,7 @@ def update(
     for iteration in range(config.num_iterations if rows else 0):
         totals = add_statistics(team.together(lambda: within_memory(gradients, smaller)))
         team.add_gradients(parameters)
+        # BEGIN SOLUTION 12
         norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         if not torch.isfinite(norm):
             raise FloatingPointError(
@@ -463,10 +468,13 @@ def update(
             )
         before_step()
         optimizer.step()
+        # END SOLUTION 12
         if iteration:  # later iterations are off the sampler's policy: their gap is the update's
             totals["gap_mean"], totals["gap_max"] = report["gap_mean"], report["gap_max"]
         report = {**totals, "grad_norm": norm.item()}
+    # BEGIN SOLUTION 12
     backbone.adapter_changed()  # cached keys and values of the planner are out of date
+    # END SOLUTION 12
     for rank, values in enumerate(team.gather([(row.entropy, row.logp_ref) for row in own])):
         theirs = [row for row in rows if row.group % team.size == rank]
         for row, (entropy, logp_ref) in zip(theirs, values, strict=True):

@@ -1,0 +1,91 @@
+"""Makes the students' version: the project with each solution replaced by a stub.
+
+    python exercises/make.py FOLDER        FOLDER: new or empty, outside of the project
+
+What lies between `# BEGIN SOLUTION k` and `# END SOLUTION k` in the project's own files becomes a
+hint and `raise NotImplementedError("exercise k: …")`. Signatures and docstrings stay. Tests stay
+behind, since they hold second versions of the same functions; so do runs, caches and environments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+from tasks import TASKS
+
+PROJECT = Path(__file__).resolve().parent.parent
+FILES = ("*.py", "*.md", "*.toml", "requirements*.txt", "LICENSE", ".gitignore")  # at the top
+FOLDERS = ("data", "exercises")
+MARKER = re.compile(r"( *)# (BEGIN|END) SOLUTION (\d+)\n")
+
+
+def stub(number: int, block: int, indent: str) -> str:
+    """The lines that stand in a solution's place."""
+    todo = TASKS[number].blocks[block]
+    first, rest = f"{indent}# ", f"{indent}#   "
+    hint = textwrap.fill(todo.hint, 98, initial_indent=first, subsequent_indent=rest)
+    return f'{hint}\n{indent}raise NotImplementedError(\n{indent}    "exercise {number}: ' \
+           f'{todo.write}")\n'
+
+
+def without_solutions(source: str, blocks: dict[int, int]) -> str:
+    """The source with stubs; `blocks` counts the places so far. Raises ValueError for markers that
+    do not pair up."""
+    kept, inside = [], None
+    for line in source.splitlines(keepends=True):
+        marker = MARKER.fullmatch(line)
+        if marker and marker[2] == "BEGIN" and inside is None:
+            inside = number = int(marker[3])
+            kept.append(stub(number, blocks.setdefault(number, 0), marker[1]))
+            blocks[number] += 1
+        elif marker and marker[2] == "END" and inside == int(marker[3]):
+            inside = None
+        elif marker or "# BEGIN SOLUTION" in line or "# END SOLUTION" in line:
+            raise ValueError(f"This marker has no partner, or is not alone: {line.strip()}")
+        elif inside is None:
+            kept.append(line)
+    if inside is not None:
+        raise ValueError(f"A solution of exercise {inside} has no end.")
+    return "".join(kept)
+
+
+def make(folder: Path) -> dict[int, int]:
+    """Write the students' version into the folder; how many places each exercise has there."""
+    blocks: dict[int, int] = {}
+    found = [path for pattern in FILES for path in sorted(PROJECT.glob(pattern)) if path.is_file()]
+    stubs = {path: without_solutions(path.read_text(encoding="utf-8"), blocks)
+             for path in found if path.suffix == ".py"}
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in found:
+        if path in stubs:
+            (folder / path.name).write_text(stubs[path], encoding="utf-8", newline="\n")
+        else:
+            shutil.copyfile(path, folder / path.name)
+    for name in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+        shutil.copytree(PROJECT / name, folder / name, ignore=ignored)
+    return blocks
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to: a new folder")
+    folder = parser.parse_args(arguments).folder.expanduser().resolve()
+    if folder == PROJECT or PROJECT in folder.parents:
+        parser.exit(2, f"error: {folder} is in the project itself: choose a folder outside.\n")
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        parser.exit(2, f"error: {folder} is there already: choose a new or an empty folder.\n")
+    blocks = make(folder)
+    print(f"{folder}: {len(blocks)} exercises, {sum(blocks.values())} places to fill in. "
+          f"Begin with `cd {folder}` and `python exercises/check.py .`")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
