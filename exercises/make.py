@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 from tasks import TASKS
@@ -54,21 +55,37 @@ def without_solutions(source: str, blocks: dict[int, int]) -> str:
     return "".join(kept)
 
 
+def copy_project(
+    folder: Path, rewrite: Callable[[str, str], str], folders: tuple[str, ...] = FOLDERS
+) -> None:
+    """The project in `folder`, each Python file at its top as rewrite(name, source) gives it."""
+    found = [path for pattern in FILES for path in sorted(PROJECT.glob(pattern)) if path.is_file()]
+    changed = {path: rewrite(path.name, path.read_text(encoding="utf-8"))
+               for path in found if path.suffix == ".py"}
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in found:
+        if path in changed:
+            (folder / path.name).write_text(changed[path], encoding="utf-8", newline="\n")
+        else:
+            shutil.copyfile(path, folder / path.name)
+    for name in folders:
+        ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+        shutil.copytree(PROJECT / name, folder / name, ignore=ignored)
+
+
+def not_free(folder: Path) -> str:
+    """Why nothing can be written into this folder; "" where it can."""
+    if folder == PROJECT or PROJECT in folder.parents:
+        return f"{folder} is in the project itself: choose a folder outside."
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        return f"{folder} is there already: choose a new or an empty folder."
+    return ""
+
+
 def make(folder: Path) -> dict[int, int]:
     """Write the students' version into the folder; how many places each exercise has there."""
     blocks: dict[int, int] = {}
-    found = [path for pattern in FILES for path in sorted(PROJECT.glob(pattern)) if path.is_file()]
-    stubs = {path: without_solutions(path.read_text(encoding="utf-8"), blocks)
-             for path in found if path.suffix == ".py"}
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in found:
-        if path in stubs:
-            (folder / path.name).write_text(stubs[path], encoding="utf-8", newline="\n")
-        else:
-            shutil.copyfile(path, folder / path.name)
-    for name in FOLDERS:
-        ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
-        shutil.copytree(PROJECT / name, folder / name, ignore=ignored)
+    copy_project(folder, lambda name, source: without_solutions(source, blocks))
     return blocks
 
 
@@ -77,10 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to: a new folder")
     folder = parser.parse_args(arguments).folder.expanduser().resolve()
-    if folder == PROJECT or PROJECT in folder.parents:
-        parser.exit(2, f"error: {folder} is in the project itself: choose a folder outside.\n")
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        parser.exit(2, f"error: {folder} is there already: choose a new or an empty folder.\n")
+    if problem := not_free(folder):
+        parser.exit(2, f"error: {problem}\n")
     blocks = make(folder)
     print(f"{folder}: {len(blocks)} exercises, {sum(blocks.values())} places to fill in. "
           f"Begin with `cd {folder}` and `python exercises/check.py .`")
