@@ -450,8 +450,9 @@ def test_the_logs_show_what_the_answers_say():
     assert all(row["kl"] == 0 for row in rows(1)) and rows(1)[-1]["adapter/delta_norm"] > 1
     gap = "sampling/sampling_logp_difference/mean"
     assert rows(2)[0][gap] > 5e-4 and all(row[gap] < 1e-5 for row in rows(1))
-    assert all(row["frac_reward_zero_std"] == 0 for row in rows(3)[:20])
-    assert rows(1)[0]["frac_reward_zero_std"] == 0.5
+    flat = {n: [row["frac_reward_zero_std"] for row in rows(n)] for n in bugs.BUGS}
+    assert flat[3][0] == 0 and sum(flat[3][:20]) / 20 < 0.05
+    assert flat[1][0] == 0.5 and sum(flat[1][:20]) / 20 > 0.2
 
 
 def test_the_lines_to_change_in_the_predictions_are_there():
