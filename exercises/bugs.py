@@ -59,8 +59,8 @@ BUGS: dict[int, Bug] = {
         "Roll-outs stand group by group, q0 q0 … q1 q1 …, and repeat() numbers them q0 q1 … q0 q1 "
         "…, where repeat_interleave() is meant: a group then mixes all questions of the step, so "
         "hardly any is flat (0/8 in the step line, from step 1), and an easy question's roll-outs "
-        "are praised for being easy. It still learns, only less: the advantage has the right mean and "
-        "far too much noise.",
+        "are praised for being easy. It still learns, only less: the advantage has the right mean "
+        "and far too much noise.",
         (("train.py",
           "group_ids = torch.arange(len(places)).repeat_interleave(config.num_generations)  # (R,)",
           "group_ids = torch.arange(len(places)).repeat(config.num_generations)  # (R,)"),
