@@ -283,12 +283,17 @@ def test_one_question_is_asked_with_the_runs_model_tools_and_limits(tmp_path, ca
     (tmp_path / "run_config.json").write_text(json.dumps(run))
     seen = {}
 
-    def spy(questions, group_size, backbone, tools, limits, sampling, *rest, **more):
-        seen.update(tools=tools, limits=limits, sampling=sampling)
-        return roll_out(questions, group_size, backbone, tools, limits, sampling, *rest, **more)
+    def asking(question, tools, limits):
+        seen.update(tools=tools, limits=limits)
+        return answer_question(question, tools, limits)
 
-    roll_out = agentflow.roll_out
-    monkeypatch.setattr(agentflow, "roll_out", spy)
+    def driving(flows, keys, backbone, sampling, **more):
+        seen.update(sampling=sampling)
+        return drive(flows, keys, backbone, sampling, **more)
+
+    answer_question, drive = agentflow.answer_question, agentflow.drive
+    monkeypatch.setattr(agentflow, "answer_question", asking)
+    monkeypatch.setattr(agentflow, "drive", driving)
     asked = ["What is 2 times 3?", "--adapter", str(tmp_path / "checkpoint-1"), "--device", "cpu"]
     assert agentflow.main(asked) == 0
     assert [tool.name for tool in seen["tools"]] == ["Python_Coder_Tool", "Library_Search_Tool"]
