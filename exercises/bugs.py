@@ -4,8 +4,8 @@
     python exercises/bugs.py 1 FOLDER train.py:388     is this the line? Exit code 0: yes, else 1
 
 Each of the three runs, learns and raises no error. FOLDER gets log.txt (the terminal) and
-metrics.jsonl of forty steps with the bug; which curve looks as it cannot? The answers stand below:
-read on only when you have named yours.
+metrics.jsonl of forty steps with the bug; which number looks as it cannot? A wrong answer gets a
+clue. The answers stand below: read on only when you have named yours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Bug(NamedTuple):
     """One wrong version. `edits`: (file, right text, wrong text); any line that differs counts."""
 
     flags: str  # of the run whose log is handed out
-    clue: str
+    clue: str  # told after a wrong answer
     why: str
     edits: tuple[tuple[str, str, str], ...]
 
@@ -54,7 +54,7 @@ BUGS: dict[int, Bug] = {
     ),
     3: Bug(
         "--max_steps 40 --seed 0",
-        "Early on, most questions are answered wrong by all of their roll-outs. What does `flat` "
+        "Early on, many questions are answered wrong by all of their roll-outs. What does `flat` "
         "say?",
         "Roll-outs stand group by group, q0 q0 … q1 q1 …, and repeat() numbers them q0 q1 … q0 q1 "
         "…, where repeat_interleave() is meant: a group then mixes all questions of the step, so "
@@ -83,14 +83,13 @@ def with_bug(name: str, source: str, bug: Bug) -> str:
     return source
 
 
-def wrong_lines(bug: Bug) -> set[tuple[str, int]]:
-    """(file, line number) of every line that the bug changes, in the handed-out version."""
+def wrong_lines(bug: Bug) -> set[tuple[str, str]]:
+    """(file, text) of every line that the bug changes, as it stands with the bug."""
     found = set()
     for file in {file for file, _, _ in bug.edits}:
         source = (make.PROJECT / file).read_text(encoding="utf-8")
         before, after = source.splitlines(), with_bug(file, source, bug).splitlines()
-        pairs = enumerate(zip(before, after, strict=True), start=1)
-        found |= {(file, number) for number, (old, new) in pairs if old != new}
+        found |= {(file, new.strip()) for old, new in zip(before, after, strict=True) if old != new}
     return found
 
 
@@ -101,31 +100,48 @@ def hand_out(number: int, folder: Path) -> None:
         text = (LOGS / str(number) / file).read_text(encoding="utf-8")
         (folder / file).write_text(text, encoding="utf-8")
     print(f"{folder}: log.txt and metrics.jsonl are of `python train.py {bug.flags}` with the bug."
-          f"\n{bug.clue}\nThen: python exercises/bugs.py {number} {folder} FILE.py:LINE")
+          f"\nThen, in the project: python exercises/bugs.py {number} {folder} FILE.py:LINE")
 
 
-def judge(number: int, place: str) -> int:
+def judge(number: int, folder: Path, place: str) -> int:
+    """Is this a line of the bug, in the folder as it is now? Lines that were added above it do not
+    matter. Raises ValueError for a place that is none."""
+    wrong = wrong_lines(BUGS[number])
+    lines = {path.name: [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+             for path in sorted(folder.glob("*.py"))}
+    if not any(text in lines.get(file, ()) for file, text in wrong):
+        raise ValueError(f"{folder} does not hold bug {number}: "
+                         f"`python exercises/bugs.py {number} FOLDER` writes one that does.")
     file, _, line = place.rpartition(":")
-    named = Path(file).name, int(line) if line.isdigit() else 0
-    if named in wrong_lines(BUGS[number]):
+    file = Path(file).name
+    if not (file in lines and line.isdecimal() and 1 <= int(line) <= len(lines[file])):
+        raise ValueError(f"{place} is no line of {folder}: name a file there and a line's number, "
+                         "as in train.py:388.")
+    if (file, lines[file][int(line) - 1]) in wrong:
         print(f"Yes. {BUGS[number].why}")
         return 0
-    print(f"No, {place} is as it should be. {BUGS[number].clue}")
+    print(f"No, {file}:{line} is as it should be. {BUGS[number].clue}")
     return 1
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("number", type=int, choices=list(BUGS), help="which bug")
+    parser.add_argument("number", metavar="NUMBER", help="which bug: 1, 2 or 3")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to, or where it is")
     parser.add_argument("place", metavar="FILE.py:LINE", nargs="?", help="your answer")
     given = parser.parse_args(arguments)
-    if given.place:
-        return judge(given.number, given.place)
-    if problem := make.not_free(given.folder.expanduser().resolve()):
-        parser.exit(2, f"error: {problem}\n")
-    hand_out(given.number, given.folder.expanduser().resolve())
+    folder = given.folder.expanduser().resolve()
+    try:
+        if given.number not in map(str, BUGS):
+            raise ValueError(f"There is no bug {given.number}: choose 1, 2 or 3.")
+        if given.place is not None:
+            return judge(int(given.number), folder, given.place)
+        if problem := make.not_free(folder):
+            raise ValueError(problem)
+        hand_out(int(given.number), folder)
+    except ValueError as error:
+        parser.exit(2, f"error: {error}\n")
     return 0
 
 

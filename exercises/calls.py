@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -229,8 +230,19 @@ def lora_start(weight, r, seed):
 
 
 def lora(weight, A, B, gates, x, upstream):
-    """The layer with this A and B and scale 2: output, and gradients of A, B and x."""
+    """The layer with this A and B and scale 2: output, gradients of A, B and x, and the precisions
+    of the forward pass's products."""
     import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    precisions = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            out = function(*arguments, **(options or {}))
+            if re.match("(add|b|badd)?mm", function.__name__):
+                precisions.add(str(out.dtype))
+            return out
 
     layer, gate = new_lora(weight, len(A), 0)
     x = x.clone().requires_grad_()
@@ -239,11 +251,11 @@ def lora(weight, A, B, gates, x, upstream):
         layer.B.copy_(B)
     gate.value = gates
     # what a layer is handed is some other layer's output, not a leaf
-    out = layer(x * 1.0)
-    if gates is None and not out.requires_grad:
-        return out, None, None, None
-    (out * upstream).sum().backward()
-    return out, gradient(layer.A), gradient(layer.B), gradient(x)
+    with Watch():
+        out = layer(x * 1.0)
+    if gates is not None or out.requires_grad:
+        (out * upstream).sum().backward()
+    return out, gradient(layer.A), gradient(layer.B), gradient(x), sorted(precisions)
 
 
 # ------------------------------------------------------------------------ 7 to 10: Flow-GRPO

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from checks import CHECKS, Wrong, encode, judged
+from checks import CHECKS, Wrong, encode, judged, show
 from tasks import TASKS
 
 HERE = Path(__file__).resolve().parent
@@ -113,6 +113,21 @@ class Student:
         return code
 
 
+def missing(number: int, folder: Path) -> str:
+    """Why there is nothing to import for this exercise; "" where its files are in the folder."""
+    files = {block.place.partition(":")[0] for block in TASKS[number].blocks}
+    absent = sorted(file for file in files if not (folder / file).is_file())
+    if not absent:
+        return ""
+    if not folder.is_dir():
+        return f"{folder} is no folder: unpack it first"
+    if deeper := [path for path in sorted(folder.glob("*/")) if (path / absent[0]).is_file()]:
+        return f"{folder} is not the folder that was handed out, {deeper[0]} may be"
+    if not any(folder.glob("*.py")):
+        return f"{folder} is not the folder that was handed out: no Python file is in it"
+    return f"{absent[0]} is not in {folder}"
+
+
 def ask_student(student: Student, number: int, until: float):
     """`run` as a check calls it: a call's value, or Wrong, or Ended."""
 
@@ -127,8 +142,9 @@ def ask_student(student: Student, number: int, until: float):
             raise Ended("not done", f"not done yet: {first}{reply['text']}{where}")
         if name == "load":
             raise Ended("error", f"{given[0]}.py cannot be imported: {said}{where}")
-        raise Wrong(f"  case:      {name}({', '.join(json.dumps(a)[:60] for a in arguments)})\n"
-                    f"  expected:  a value\n  got:       {said}{where}")
+        shown = ", ".join(show(value) for value in given)
+        raise Wrong(f"  case:      {name}({shown})\n  expected:  a value\n"
+                    f"  got:       {said}{where}")
 
     return run
 
@@ -136,12 +152,13 @@ def ask_student(student: Student, number: int, until: float):
 def grade(student: Student, number: int, seconds: float) -> Verdict:
     """The verdict on one exercise; whatever the student's code does, there is one."""
     run = ask_student(student, number, time.monotonic() + seconds)
-    files = {block.place.partition(":")[0] for block in TASKS[number].blocks}
+    if problem := missing(number, student.folder):
+        return Verdict("error", problem)
     try:
-        for file in sorted(files):
+        for file in sorted({block.place.partition(":")[0] for block in TASKS[number].blocks}):
             found = run("load", file.removesuffix(".py"))
             if found != str(student.folder):
-                return Verdict("error", f"{file} is missing in {student.folder}")
+                return Verdict("error", f"{file} was imported from {found}")
         CHECKS[number](run, 0)
     except Ended as end:
         return end.verdict
@@ -168,6 +185,12 @@ def grade_all(folder: Path, seconds: float) -> dict[int, Verdict]:
     return verdicts
 
 
+def reasons(verdicts: dict[int, Verdict]) -> list[str]:
+    """Why there were errors, each reason once."""
+    return list(dict.fromkeys(v.text.partition("\n")[0] for v in verdicts.values()
+                              if v.status == "error"))
+
+
 def check_one(number: int, folder: Path, seconds: float) -> int:
     student = Student(folder, shown=True)
     try:
@@ -187,6 +210,8 @@ def show_table(folder: Path, seconds: float) -> int:
         task = TASKS[number]
         print(f"{number:3}  {task.minutes:7}  {task.title:36}  {verdict.status}")
     done = sum(verdict.status == "pass" for verdict in verdicts.values())
+    for reason in reasons(verdicts):
+        print(f"error: {reason}")
     print(f"{done} of {len(TASKS)} pass. `check.py NUMBER FOLDER` says more about one.")
     return 0 if done == len(TASKS) else 1
 
@@ -195,11 +220,13 @@ def grade_class(folders: list[Path], file: Path, seconds: float) -> int:
     """A row a folder; the file is written anew after each, from what was judged here."""
     lines = [["folder", *TASKS, "total"]]
     for folder in folders:
-        verdicts = [verdict.status for verdict in grade_all(folder, seconds).values()]
-        lines.append([folder.name, *verdicts, verdicts.count("pass")])
+        verdicts = grade_all(folder, seconds)
+        statuses = [verdict.status for verdict in verdicts.values()]
+        lines.append([folder.name, *statuses, statuses.count("pass")])
         with open(file, "w", newline="", encoding="utf-8") as out:
             csv.writer(out).writerows(lines)
-        print(f"{folder.name}: {verdicts.count('pass')} of {len(TASKS)}")
+        print(f"{folder.name}: {statuses.count('pass')} of {len(TASKS)}",
+              *reasons(verdicts), sep="\n  error: ")
     return 0
 
 
@@ -225,8 +252,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not 0 < given.seconds < 1e6:
         fail(f"--seconds must be above 0, not {given.seconds}.")
     folders = [Path(name).expanduser().resolve() for name in given.all or given.words[-1:]]
+    if given.words in [[str(number)] for number in TASKS] and not folders[0].exists():
+        fail(f"Which folder? python exercises/check.py {given.words[0]} FOLDER")
     for folder in folders:
-        if not folder.is_dir():
+        if not (folder.exists() if given.all else folder.is_dir()):
             fail(f"There is no folder {folder}.")
     if len(given.words) == 2 and given.words[0] not in map(str, TASKS):
         fail(f"There is no exercise {given.words[0]}: choose from 1 to {len(TASKS)}.")

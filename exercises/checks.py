@@ -128,6 +128,8 @@ def check_1(run, seed) -> None:
     text = run("step_text", long, 100)
     holds("a result of 3001 characters, of which 100 may be shown", len(text) < 250
           and "Result: aaa" in text and text.endswith("z"), "its head and its tail", text)
+    same("a result of which 0 characters may be shown", run("step_text", long, 0),
+         slow_step({**long, "result": ""}))
     steps = [{**called, "stop": False}, {**first, "turn": 2}]
     same("an empty memory", run("memory_text", [], None), ["", True])
     same("two steps", run("memory_text", steps, None),
@@ -629,10 +631,12 @@ def check_11(run, seed) -> None:
         bound = 1 / math.sqrt(wide)  # Kaiming uniform with a = sqrt(5)
         holds(f"{case}: A at the start", A.shape == (r, wide) and A.dtype == torch.float32
               and A.abs().max() <= bound and A.abs().max() > 0.2 * bound,
-              f"float32 {(r, wide)} within {bound:.3f}", A)
-        same(f"{case}: A again, same generator", run("lora_start", weight, r, seed)[0], A)
+              f"float32 {(r, wide)}, Kaiming uniform with a = sqrt(5): within ±{bound:.3f}", A)
+        again = run("lora_start", weight, r, seed)[0]
+        same(f"{case}: A again, from a generator of the same seed", again, A)
         other = run("lora_start", weight, r, seed + 1)[0]
-        holds(f"{case}: A of another generator", not torch.equal(other, A), "other numbers", other)
+        holds(f"{case}: A from a generator of another seed", not torch.equal(other, A),
+              "other numbers", other)
     random = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=random)
     weight, A, B = normal(2, 3), normal(1, 3), normal(2, 1)
@@ -653,11 +657,12 @@ def check_11(run, seed) -> None:
         got = run("lora", W, A, B, gate, X, upstream.to(dtype))
         slack = 5e-2 if dtype == torch.bfloat16 else 1e-5
         same(f"{case}: output W x + gate · 2 · B (A x)", got[0], y.detach(), slack)
+        same(f"{case}: precisions of the products on the way", got[4], [str(dtype)])
         frozen = torch.tensor(gates) == 0
         plain = run("lora", W, A, B, None, X, upstream.to(dtype))[0]
         holds(f"{case}: frozen rows are the bare layer's, bit for bit",
               torch.equal(got[0][frozen], plain[frozen]), show(plain[frozen]), got[0][frozen])
-        for name, mine, theirs in zip(("A", "B", "x"), got[1:], (a, b, inputs), strict=True):
+        for name, mine, theirs in zip(("A", "B", "x"), got[1:4], (a, b, inputs), strict=True):
             same(f"{case}: gradient of {name}", mine, theirs.grad, slack)
 
 

@@ -3,8 +3,9 @@
     python exercises/make.py FOLDER        FOLDER: new or empty, outside of the project
 
 What lies between `# BEGIN SOLUTION k` and `# END SOLUTION k` in the project's own files becomes a
-hint and `raise NotImplementedError("exercise k: …")`. Signatures and docstrings stay. Tests stay
-behind, since they hold second versions of the same functions; so do runs, caches and environments.
+hint and `raise NotImplementedError("exercise k: …")`. Signatures and docstrings stay. What stays
+behind: tests, since they hold second versions of the same functions; the silent bugs, whose answers
+are line numbers of the project; runs, caches and environments.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tasks import TASKS
 PROJECT = Path(__file__).resolve().parent.parent
 FILES = ("*.py", "*.md", "*.toml", "requirements*.txt", "LICENSE", ".gitignore")  # at the top
 FOLDERS = ("data", "exercises")
+LEFT_OUT = ("make.py", "bugs.py", "bugs", "LECTURE.md", "__pycache__", "*.pyc", ".*")
 MARKER = re.compile(r"( *)# (BEGIN|END) SOLUTION (\d+)\n")
 
 
@@ -29,9 +31,13 @@ def stub(number: int, block: int, indent: str) -> str:
     """The lines that stand in a solution's place."""
     todo = TASKS[number].blocks[block]
     first, rest = f"{indent}# ", f"{indent}#   "
-    hint = textwrap.fill(todo.hint, 98, initial_indent=first, subsequent_indent=rest)
-    return f'{hint}\n{indent}raise NotImplementedError(\n{indent}    "exercise {number}: ' \
-           f'{todo.write}")\n'
+    hint = "\n".join(
+        textwrap.fill(part, 98, initial_indent=first, subsequent_indent=rest)
+        for part in re.split(r" (?=Out[:,]|Helpers?:|See )", todo.hint))
+    line = f'{indent}raise NotImplementedError("exercise {number}: {todo.write}")'
+    if len(line) > 100:
+        line = line.replace("(", f"(\n{indent}    ", 1)
+    return f"{hint}\n{line}\n"
 
 
 def without_solutions(source: str, blocks: dict[int, int]) -> str:
@@ -69,8 +75,7 @@ def copy_project(
         else:
             shutil.copyfile(path, folder / path.name)
     for name in folders:
-        ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
-        shutil.copytree(PROJECT / name, folder / name, ignore=ignored)
+        shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns(*LEFT_OUT))
 
 
 def not_free(folder: Path) -> str:

@@ -50,11 +50,14 @@ TASKS: dict[int, Task] = {
                   "read context, sub-goal and tool from the planner's reply",
                   "In: the reply, the names of the tools. Out: a Plan; where nothing can be read, "
                   "or the tool is none of them, its error is a sentence that lists the tools. "
-                  "Helpers: drop_thinking(text); _labelled(text, _PLAN_LABEL) gives the pairs "
-                  "(label, value) with the labels 'context', 'subgoal', 'toolname', 'tool', "
-                  "'justification'; _objects(text) the JSON objects, _keyed and _as_text their "
-                  "keys and values; _INLINE_LABEL finds labels that share a line; _first_line, and "
-                  "_resolve(line, tools) gives the tool or ''. See section 3: a^t."),
+                  "Helper: drop_thinking(text), the reply without its thinking. "
+                  "Helper: _labelled(text, _PLAN_LABEL), its lines as pairs (label, value); the "
+                  "labels are 'context', 'subgoal', 'toolname', 'tool' and 'justification'. "
+                  "Helper: _INLINE_LABEL, a pattern for labels that share a line. "
+                  "Helper: _objects(text), JSON objects with their places; _keyed(object) and "
+                  "_as_text(value), its labels and values. "
+                  "Helper: _first_line(value); _resolve(line, tools), the tool that is meant or "
+                  "''. See section 3: a^t."),
             Block("modules.py:_last_plan",
                   "find the last complete plan among pairs of label and value",
                   "In: pairs such as ('subgoal', 'halve them'), in the reply's order. Out: the "

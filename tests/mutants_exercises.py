@@ -79,6 +79,7 @@ WRONG_SOLUTIONS = [
     wrong(1, STEP, "CONTINUE is not shown", ("self.stop is not None", "self.stop")),
     wrong(1, STEP, "an empty command is shown", ("if self.command:", "if True:")),
     wrong(1, STEP, "the limit is ignored", ("clip_middle(self.result, max_result)", "self.result")),
+    wrong(1, STEP, "a limit of 0 is no limit", ("if max_result is None", "if not max_result")),
     wrong(1, STEP, "seconds are shown",
           ('f"Result: {result}"', 'f"Result: {result} {self.seconds}"')),
     wrong(1, MEMORY, "the last step only", ("for step, limit in shown",
@@ -225,6 +226,9 @@ WRONG_SOLUTIONS = [
     wrong(11, LORA, "no adapter", ("self.scale * self.gate.value", "0 * self.gate.value")),
     wrong(11, LORA, "no gate a row", ("self.scale * self.gate.value", "self.scale")),
     wrong(11, LORA, "no scale", ("self.scale * self.gate.value", "self.gate.value")),
+    wrong(11, LORA, "B's product in fp32",
+          ("y.flatten(0, 1).addmm_(low.flatten(0, 1), self.B.to(x.dtype).T)",
+           "y = y + F.linear(low.float(), self.B).to(x.dtype)")),
     wrong(11, LORA, "no gradient to A", ("self.A.to(x.dtype)", "self.A.detach().to(x.dtype)")),
     wrong(11, LORA, "no gradient to the layers below", ("F.linear(x,", "F.linear(x.detach(),")),
     # 12. The training loop

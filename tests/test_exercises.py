@@ -108,7 +108,8 @@ def test_a_made_folder_has_no_solution_left_and_everything_else(made):
         assert not {line for line in told & telling if len(line) > 25}, path
     names = {path.relative_to(made).as_posix() for path in made.rglob("*")}
     assert {"train.py", "exercises/check.py", "data/library.jsonl", "requirements.txt"} <= names
-    assert not [name for name in names if re.search(r"tests|\.git/|__pycache__|\.pyc", name)]
+    behind = r"tests|\.git/|__pycache__|\.pyc|exercises/(make|bugs|LECTURE)"
+    assert not [name for name in names if re.search(behind, name)]
 
 
 def test_signatures_and_docstrings_stay(made):
@@ -239,7 +240,8 @@ def test_shape_and_type_and_small_values_are_compared(got):
     (["x", "."], "no exercise x"), (["nowhere"], "no folder"), (["1", "nowhere"], "no folder"),
     (["--all", "."], "--csv FILE"), ([".", "--csv", "a.csv"], "Give a folder"),
     (["--all", ".", "--csv", "nowhere/a.csv"], "to write a.csv into"),
-    (["--seconds", "0", "1", "."], "above 0"),
+    (["--seconds", "0", "1", "."], "above 0"), (["7"], "Which folder?"),
+    (["--all", "nowhere", "--csv", "a.csv"], "no folder"),
 ])  # fmt: skip
 def test_a_mistake_on_the_command_line_ends_with_a_sentence_and_code_2(words, said, capsys,
                                                                       tmp_path, monkeypatch):
@@ -259,11 +261,30 @@ def test_exit_codes_and_messages_of_one_exercise(made, tmp_path):
     where = int(re.search(r"memory\.py:(\d+)", done.stdout)[1])
     assert "NotImplementedError" in line[where - 1] and not done.stderr
     done = script("check.py", 1, tmp_path)  # no project
-    assert done.returncode == 1 and "memory.py cannot be imported" in done.stdout
+    assert done.returncode == 1 and "no Python file is in it" in done.stdout
+    shutil.copytree(made, tmp_path / "ada", ignore=shutil.ignore_patterns("data"))
+    done = script("check.py", tmp_path)  # one folder too high
+    assert done.returncode == 1 and done.stdout.count(f"{tmp_path / 'ada'} may be") == 1
+    (tmp_path / "ada" / "memory.py").unlink()
+    done = script("check.py", 1, tmp_path / "ada")
+    assert done.returncode == 1 and "memory.py is not in" in done.stdout
+
+
+def test_an_exception_is_told_with_the_call_in_words():
+    class Raises:
+        folder = ROOT
+
+        def ask(self, name, arguments, until):
+            raised = {"raised": "ValueError", "text": "no", "where": "flow_grpo.py:1: x"}
+            return {"value": str(ROOT), "changed": []} if name == "load" else raised
+
+    text = check.grade(Raises(), 7, 60).text
+    assert "case:      turn_weights(int64 (1,) [0], int64 (1,) [0], int64 (1,) [1])\n" in text
+    assert "got:       ValueError: no\n  flow_grpo.py:1: x" in text
 
 
 def test_help_says_how(capsys):
-    for program in (check, make):
+    for program in (check, make, bugs):
         with pytest.raises(SystemExit) as stop:
             program.main(["--help"])
         assert stop.value.code == 0 and "python exercises/" in capsys.readouterr().out
@@ -370,13 +391,16 @@ def test_a_class_is_graded_row_by_row_also_past_a_student_who_hangs(made, tmp_pa
         (tmp_path / name / "memory.py").write_text(text, encoding="utf-8")
     table = tmp_path / "grades.csv"
     table.write_text("eve,pass,pass,2\n")  # as if a student had written it
-    folders = [str(tmp_path / "eve"), str(tmp_path / "bob"), str(made)]
+    (tmp_path / "zoe.zip").write_text("not unpacked")
+    folders = [str(tmp_path / name) for name in ("eve", "zoe.zip", "bob")] + [str(made)]
     assert check.main(["--all", *folders, "--csv", str(table), "--seconds", "3"]) == 0
     with open(table, newline="", encoding="utf-8") as file:
         assert [*csv.reader(file)] == [
             ["folder", "1", "3", "total"], ["eve", "timeout", "not done", "0"],
-            ["bob", "pass", "not done", "1"], ["ada", "not done", "not done", "0"]]
-    assert "eve: 0 of 2" in capsys.readouterr().out
+            ["zoe.zip", "error", "error", "0"], ["bob", "pass", "not done", "1"],
+            ["ada", "not done", "not done", "0"]]
+    said = capsys.readouterr().out
+    assert "eve: 0 of 2" in said and "zoe.zip is no folder: unpack it first" in said
 
 
 def test_keys_of_the_lecturer_are_not_handed_to_the_student(made, tmp_path, monkeypatch):
@@ -413,6 +437,17 @@ def test_the_readmes_table_is_the_tasks_and_its_places_exist():
         assert heading in README
 
 
+def test_the_lectures_exercises_fit_into_their_minutes_and_none_is_forgotten():
+    lecture = (ROOT / "exercises" / "LECTURE.md").read_text(encoding="utf-8")
+    named = []
+    for room, *there, minutes, rest in re.findall(
+            r"\| (\d+) \| Exercises (\d+) and (\d+) \((\d+) minutes\)(.+?at home)", lecture):
+        there = [int(number) for number in there]
+        assert sum(TASKS[number].minutes for number in there) == int(minutes) <= int(room)
+        named += there + [int(number) for number in re.findall(r"\d+", rest)]
+    assert sorted(named) == [*TASKS]
+
+
 # -------------------------------------------------------------------------------- the silent bugs
 
 
@@ -420,6 +455,7 @@ def test_the_readmes_table_is_the_tasks_and_its_places_exist():
 def test_a_bug_is_handed_out_and_only_its_line_is_the_answer(number, tmp_path, capsys):
     folder = tmp_path / "bug"
     assert bugs.main([str(number), str(folder)]) == 0
+    handed_out = capsys.readouterr().out
     changed = {
         (path.name, line)
         for path in folder.glob("*.py")
@@ -432,8 +468,20 @@ def test_a_bug_is_handed_out_and_only_its_line_is_the_answer(number, tmp_path, c
     for name, line in changed:
         assert bugs.main([str(number), str(folder), f"{name}:{line}"]) == 0
         assert bugs.main([str(number), str(folder), f"{name}:{line + 5}"]) == 1
-    for wrong in ("train.py", "train.py:x", "", "memory.py:1"):
-        assert wrong == "" or bugs.main([str(number), str(folder), wrong]) == 1
+    assert bugs.BUGS[number].clue not in handed_out and bugs.BUGS[number].clue in \
+        capsys.readouterr().out
+    for odd, where in (("train.py", folder), ("train.py:x", folder), ("", folder),
+                       ("train.py:99999", folder), ("nope.py:3", folder), ("1337", folder),
+                       ("train.py:3", ROOT), ("train.py:3", tmp_path)):
+        with pytest.raises(SystemExit) as end:
+            bugs.main([str(number), str(where), odd])
+        error = capsys.readouterr().err
+        assert end.value.code == 2 and error.count("\n") == 1
+        assert ("is no line" if where == folder else "does not hold bug") in error
+    (name, line), *_ = changed
+    path = folder / name  # a student's own prints above it
+    path.write_text("# mine\n" + path.read_text("utf-8"), "utf-8")
+    assert bugs.main([str(number), str(folder), f"{name}:{line + 1}"]) == 0
     assert not (folder / "exercises").exists()  # its answers stay behind
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 41))
