@@ -1935,7 +1935,10 @@ def field_comments(config_class) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def fail(error: BaseException) -> int:
-    """A user's mistake: one sentence on standard error and exit code 2, no traceback."""
+    """A user's mistake: one sentence on standard error and exit code 2, no traceback. A reader that
+    has read enough (`... | head`) is none: nothing is said, and the code is the shell's for it."""
+    if isinstance(error, BrokenPipeError):
+        return 141
     print(f"error: {error}", file=sys.stderr)
     return 2
 
@@ -2014,11 +2017,9 @@ def run_command(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("\nstopped.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `... | head` has read enough
-        code = 141
     except torch.OutOfMemoryError as error:
         return fail(MemoryError(OUT_OF_MEMORY.format(str(error).split("\n")[0])))
-    except OSError as error:  # the disk is full
+    except OSError as error:  # the disk is full, or nobody reads on
         code = fail(error)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest goes nowhere
     return code

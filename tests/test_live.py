@@ -4,6 +4,9 @@ import io
 import json
 import math
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import train
 from agentflow import Limits, Sampling, ScriptedBackbone
 from tools import make_tools
 
+ROOT = Path(__file__).resolve().parent.parent
 PLAN = "Context: none\nSub-Goal: {}\nTool Name: Python_Coder_Tool"
 CALL = 'execution = tool.execute(query="{}")'
 
@@ -45,6 +49,16 @@ def test_the_flow_is_told_as_it_goes_and_is_the_same_flow():
     whole = f"{memories[0]}\nVerdict: CONTINUE\n{memories[1]}\nVerdict: STOP"
     assert whole == rollout.memory
     assert "Result: 42" in memories[0] and "Step 1" not in memories[1]
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    process = subprocess.Popen([sys.executable, str(ROOT / "agentflow.py")], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline().startswith("Question: ")
+    process.stdout.close()  # as `... | head -1` does
+    said = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(60), said) == (141, "")
 
 
 def test_an_error_reaches_the_coroutine_that_is_told():
