@@ -2,11 +2,11 @@
 
     python eval.py                              the untrained planner on the held-out questions
     python eval.py --adapter runs/NAME          a trained one, with the same random numbers
-    python eval.py --bench all                  the paper's ten benchmarks (section 5)
+    python eval.py --bench all                  the paper's ten benchmarks (section 4)
     python eval.py --compare FIRST,SECOND       two result folders, question by question
     python eval.py --report runs/NAME           a training run as one page for the browser
 
-The reward of a roll-out is `score(...)` of the generator's reply (paper section 2: a verifiable
+The reward of a roll-out is `score(...)` of the generator's reply (paper, section 3: a verifiable
 outcome R in {0, 1}); the same functions measure a planner, so the two cannot drift apart.
 Read in this order: `score` and the scorer of each kind; `Question`, `BENCHMARKS` and the loaders;
 `attempt` and `evaluate`; the reports. Left out on purpose: evaluation of what a model wrote, and a
@@ -1196,8 +1196,8 @@ def score(
     metric, or where what a kind needs is missing.
     reference: a string, a number, or a list of aliases, of which the best counts.
     response: the whole reply, or with `extracted=True` the answer itself; None scores 0. Without
-    an explicit answer math scores 0, and the other kinds look at the whole reply. Empty answers
-    never score.
+    an explicit answer the whole reply is looked at, for math if it is one line. Empty answers never
+    score.
     """
     if kind not in KINDS or kind == "auto":
         raise ValueError(f"unknown kind '{kind}': use text, math, mc, gaia or game24")
@@ -1208,10 +1208,11 @@ def score(
     aliases = reference if isinstance(reference, (list, tuple)) else [reference]
     aliases = [str(alias) for alias in aliases if alias is not None]
     answer = response if extracted else extract_answer(response)
-    if answer is None and kind != "math":
-        # Tags with nothing between them are an empty answer, not a missing one.
+    if answer is None:
         whole = drop_thinking(response)
-        answer = None if _TAG.search(whole) else whole
+        # Tags with nothing between them are an empty answer, not a missing one.
+        missing = not _TAG.search(whole) and not (kind == "math" and "\n" in whole.strip())
+        answer = whole if missing else None
     if answer is None or not answer.strip():
         return 0.0
     if kind == "text":
@@ -2194,7 +2195,8 @@ def evaluate(
 
 
 def summarise(items: list[dict]) -> dict:
-    """What the tables show, from the items: shares are shares of calls (one a turn)."""
+    """What the tables show, from the items. Shares are shares of calls: one a turn, also where no
+    tool was named or the command could not be read. Turns are those of the flows that ended."""
     calls = [name or "(no tool)" for item in items for name in item["tools"]]
     errors = Counter(error for item in items for error in item["errors"])
     groups: dict[str, list[float]] = {}
@@ -2209,7 +2211,7 @@ def summarise(items: list[dict]) -> dict:
     found = {
         "accuracy": mean("score"),
         "tool_errors": sum(n for kind, n in errors.items() if kind != "none") / max(1, len(calls)),
-        "turns": len(calls) / count,
+        "turns": len(calls) / max(1, sum(not item.get("crashed") for item in items)),
         "tools": {name: calls.count(name) / len(calls) for name in sorted(set(calls))},
         "errors": {k: n / len(calls) for k, n in sorted(errors.items()) if k != "none"},
         "groups": {group: sum(scores) / len(scores) for group, scores in sorted(groups.items())},

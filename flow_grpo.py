@@ -102,9 +102,10 @@ def turn_weights(
           = sum over all tokens of  w * [token]       with  w = 1 / (Q * G_q * T_i * |a_i^t|)
 
     Every question counts the same, every roll-out of a question, every turn of a roll-out, every
-    token of a turn: a long answer or a long roll-out has no more say than a short one. Made once
-    from *all* rows of a step (before flat groups are skipped, before any micro-batch is cut), so
-    that the loss is a plain weighted sum that no cutting and no shuffling can change.
+    token of a turn: a long answer or a long roll-out has no more say than a short one (Appendix B:
+    with 1/T_i for each state the multi-turn objective is a single-turn one). Made once from *all*
+    rows of a step (before flat groups are skipped, before any micro-batch is cut), so that the loss
+    is a plain weighted sum that no cutting and no shuffling can change.
 
     group_ids: question of each row. rollout_ids: which roll-out; the numbers may start again in
     each question, since a roll-out is the pair (group, roll-out). lengths: response tokens of the

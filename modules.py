@@ -1,4 +1,4 @@
-"""The modules of the flow: how their replies become data (paper sections 1 and 3).
+"""The modules of the flow: how their replies become data (paper, section 3).
 
 Planner, executor and verifier are language models and answer in text, so each reply has to be
 read: `parse_plan` gives the plan a^t (context, sub-goal, tool), `parse_command` the arguments of

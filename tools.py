@@ -1280,7 +1280,7 @@ class Python_Coder_Tool(Tool):
     best_practices = "Say the whole calculation in words or as a formula; do not write code."
     job_seconds = None            # the sandbox has its own clock, and waiting for a place is free
     run_python = staticmethod(run_python)
-    timeout = 10.0                # the paper's
+    timeout = 10.0                # the official tool's
 
     def run(self, query: str):
         reply = yield Ask("tool", CODER_SYSTEM, REQUEST.format(query=query))
