@@ -1917,6 +1917,8 @@ def parse_flags(
         flags = [f"--{entry.name}" for entry in fields]
         near = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
+        if positional and not unknown[0].startswith("-"):
+            hint = f" A {positional} of several words stands in quotes."
         parser.error(f"unknown argument {unknown[0]}.{hint} --help lists all flags.")
     return config_class(**vars(values))
 
@@ -2169,10 +2171,14 @@ def teller(stream) -> Callable[[str, str], None]:
         heading = f"[{module}]" + ("  <- the trained module" if module == "planner" else "")
         if coloured:
             heading = f"\033[1;{COLOURS.get(module, 35)}m{heading}\033[0m"
-        shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-        print(f"\n{heading}\n{shown}", file=stream, flush=True)
+        print(f"\n{heading}\n{only_signs(text)}", file=stream, flush=True)
 
     return tell
+
+
+def only_signs(text: str) -> str:
+    """The text with control characters as what they would be written as in Python."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def answer_question(question: str, tools: list[Tool], limits: Limits):
@@ -2196,7 +2202,7 @@ def main(arguments: list[str] | None = None) -> int:
             backbone.load_planner(config.adapter)
         sampling = sampling_of(config, config.temperature)
         limits = limits_of(config, backbone)
-        print(f"Question: {config.question}", flush=True)
+        print(f"Question: {only_signs(config.question)}", flush=True)
         told = narrate(answer_question(config.question, tools, limits), teller(sys.stdout))
         drive([told], [(config.seed, -1, 0, 0)], backbone, sampling)  # eval.py's first question
     except (ValueError, OSError, FloatingPointError) as error:

@@ -2405,31 +2405,38 @@ def report(name: str) -> int:
     import train  # not at the top: train imports this file
 
     folder, notes = Path(name), []
+    config_file = folder / "run_config.json"
     try:
-        config = json.loads((folder / "run_config.json").read_text(encoding="utf-8"))
-        shape = {field: int(config[field]) for field in ("num_questions", "num_generations")}
-    except FileNotFoundError as error:
+        config = finite_json(config_file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"{folder} is no training run, it has no run_config.json: name the folder "
                          "that train.py printed.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / 'run_config.json'} is damaged ({error}).") from error
-    files = [path for path in (folder / "rollouts").glob("*.jsonl") if path.stem.isdigit()]
+    except ValueError as error:
+        raise ValueError(f"{config_file} is damaged ({error}).") from error
+    if place := misfit(config, CONFIG_SHAPE):
+        raise ValueError(f"{config_file} is damaged ({place} is missing or of another kind).")
+    files = {int(path.stem): path for path in (folder / "rollouts").glob("*.jsonl")
+             if re.fullmatch("[1-9][0-9]{0,17}", path.stem) and path.is_file()}  # fmt: skip
     groups = []
-    for path in tqdm(sorted(files, key=lambda path: int(path.stem)), leave=False, disable=None):
+    for _, path in tqdm(sorted(files.items()), leave=False, disable=None):
         try:
             groups += report_groups(read_lines(path, notes), config)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            notes.append(f"{path.name} is damaged and left out ({type(error).__name__}: {error}).")
+        except ValueError as error:
+            notes.append(f"{path.name} is damaged and left out ({error}).")
     if not groups:
         raise ValueError(f"{folder} has no roll-outs to show: let the run finish a step first. "
                          + " ".join(notes))
-    metrics = read_lines(folder / "metrics.jsonl", notes)
-    for place, row in enumerate(metrics):
-        # As train.py said it; of a bf16 run the words are bf16's, which sounds at fewer gaps.
-        said = [train.alarms(metrics[: place + 1], fp32, math.prod(shape.values()))
-                for fp32 in (True, False)]
-        row["alarms"] = {key: (said[0] | said[1]).get(key, "") for key in row.get("alarms") or ()}
-    held_out = {when: read_lines(folder / f"eval_{when}.jsonl", notes) for when in PAIR}
+    metrics = read_lines(folder / "metrics.jsonl", notes, METRICS_SHAPE)
+    size = config["num_questions"] * config["num_generations"]
+    for place, row in enumerate(tqdm(metrics, leave=False, disable=None)):
+        names = row.get("alarms")
+        row["alarms"] = {}
+        if names and isinstance(names, list):
+            # As train.py said it; of a bf16 run the words are bf16's, which sounds at fewer gaps.
+            fp32, bf16 = (train.alarms(metrics[: place + 1], kind, size) for kind in (True, False))
+            row["alarms"] = {str(name): (fp32 | bf16).get(str(name), "") for name in names}
+    held_out = {when: read_lines(folder / f"eval_{when}.jsonl", notes, ITEM_SHAPE)
+                for when in PAIR}  # fmt: skip
     index = {
         "name": folder.resolve().name, "config": config, "metrics": metrics, "notes": notes,
         "heads": read_heads(folder, notes), "pairs": held_out_pairs(held_out, notes),
@@ -2445,16 +2452,54 @@ def report(name: str) -> int:
     return 0
 
 
-def read_lines(path: Path, notes: list[str]) -> list[dict]:
-    """The lines of a JSONL file, NaN as None; [] where there is none. A line that cannot be read
-    (a stop cuts the last one) is left out, and notes says so."""
+NUMBER, NUMBER_OR_NONE, TEXT_OR_NONE = (int, float), (int, float, type(None)), (str, type(None))
+SAID = {"prompt": str, "reply": str}  # by a module
+# What the page cannot do without, of each kind of record; where more is missing, it shows less.
+CONFIG_SHAPE = {"model": str, "num_questions": int, "num_generations": int}
+METRICS_SHAPE = {"step": int}
+ITEM_SHAPE = {"question": str, "response": TEXT_OR_NONE, "score": NUMBER_OR_NONE}
+ROLLOUT_SHAPE = {
+    "step": int, "group": int, "question": str, "reward": NUMBER_OR_NONE, "advantage": NUMBER,
+    "analysis": SAID, "memory": str, "generator": SAID,
+    "turns": [{
+        "planner": {**SAID, "prompt_ids": list, "reply_ids": [int], "logp": [NUMBER_OR_NONE]},
+        "tool": {"name": str, "error": str, "output": str, "seconds": NUMBER}, "verifier": SAID,
+    }],
+}  # fmt: skip
+
+
+def misfit(value: Any, shape: Any, place: str = "") -> str:
+    """Where a value that was read is not of a shape, as ".turns[0].tool"; "" where it is."""
+    if isinstance(shape, dict):
+        given = value if isinstance(value, dict) else {}
+        parts = ((given.get(name), part, f"{place}.{name}") for name, part in shape.items())
+    elif isinstance(shape, list) and isinstance(value, list):
+        parts = ((item, shape[0], f"{place}[{i}]") for i, item in enumerate(value))
+    else:
+        return "" if not isinstance(shape, list) and isinstance(value, shape) else place
+    return next(filter(None, itertools.starmap(misfit, parts)), "")
+
+
+def finite_json(text: str) -> Any:
+    """JSON with None for NaN, Infinity and 1e999: a browser reads none of them as we would."""
+    return json.loads(text, parse_constant=lambda name: None,
+                      parse_float=lambda digits: x if math.isfinite(x := float(digits)) else None)
+
+
+def read_lines(path: Path, notes: list[str], shape: dict | None = None) -> list[dict]:
+    """The lines of a JSONL file; [] where there is none. A line that cannot be read (a stop cuts
+    the last one), or has another shape, is left out, and notes says so."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
     rows, cut = [], 0
     for line in filter(None, lines):
         try:
-            rows.append(dict(json.loads(line, parse_constant=lambda name: None)))
+            row = dict(finite_json(line))
         except (ValueError, TypeError):
+            row = None
+        if row is None or misfit(row, shape or {}):
             cut += 1
+        else:
+            rows.append(row)
     if cut:
         notes.append(f"{path.name}: {cut} line(s) cannot be read and are left out.")
     return rows
@@ -2463,17 +2508,24 @@ def read_lines(path: Path, notes: list[str]) -> list[dict]:
 def read_heads(folder: Path, notes: list[str]) -> dict[str, str]:
     """The heads that the roll-outs' prompts name."""
     try:
-        return json.loads((folder / "rollouts" / "heads.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        heads = json.loads((folder / "rollouts" / "heads.json").read_text(encoding="utf-8"))
+        return {str(name): str(text) for name, text in heads.items()}
+    except (OSError, ValueError, AttributeError) as error:
         notes.append(f"The prompts' heads are missing: heads.json cannot be read ({error}).")
         return {}
 
 
 def report_groups(records: list[dict], config: dict) -> list[dict]:
     """The roll-outs of a step by question: for each what the lists show, and under "rollouts" the
-    records, to each planner turn its weight in Eq. 5, without the ids of prompts."""
+    records, to each planner turn its weight in Eq. 5, without the ids of prompts. Raises
+    ValueError for a record that the page could not show."""
     groups: dict[int, list[dict]] = {}
     for record in records:
+        if place := misfit(record, ROLLOUT_SHAPE):
+            raise ValueError(f"{place} is missing or of another kind")
+        for planner in (turn["planner"] for turn in record["turns"]):
+            if not 0 < len(planner["reply_ids"]) == len(planner["logp"]):
+                raise ValueError("reply_ids and logp of a turn are empty, or differ in length")
         groups.setdefault(record["group"], []).append(record)
     Q, G = config["num_questions"], config["num_generations"]
     judged = {  # as train.make_rows counts them: a roll-out without a reward leaves its group
@@ -2497,8 +2549,8 @@ def report_groups(records: list[dict], config: dict) -> list[dict]:
                 planner["weight"] = 1 / (Q * G_q * len(r["turns"]) * tokens) if counts else 0
         first = group[0]
         found.append({
-            "step": first["step"], "group": number, "id": first["id"],
-            "question": first["question"], "reference": first["reference"],
+            "step": first["step"], "group": number, "id": first.get("id"),
+            "question": first["question"], "reference": first.get("reference"),
             "rewards": rewards, "advantages": [r["advantage"] for r in group],
             "Q": Q, "G": G_q, "whole": len(group) >= G,
             # Eq. 7: over the judged ones, the sample's deviation (ddof 1)
@@ -2506,7 +2558,7 @@ def report_groups(records: list[dict], config: dict) -> list[dict]:
             "std": statistics.stdev(known) if len(known) > 1 else None,
             "words": " ".join(sorted({word for r in group for turn in r["turns"]
                                       for word in (turn["tool"]["name"], turn["tool"]["error"])}
-                                     | {str(r["answer"])[:80] for r in group})),
+                                     | {str(r.get("answer"))[:80] for r in group})),
             "rollouts": [{k: v for k, v in r.items() if k not in ("prompt", "completion")}
                          for r in group],
         })  # fmt: skip
@@ -2551,7 +2603,8 @@ def token_texts(model: str, ids: set[int], notes: list[str]) -> dict[int, str]:
 def packed(value: Any) -> str:
     """JSON, deflated, as base64. What a model or a file says can then hold no sign that ends the
     script element it stands in, and takes a fifth of the room."""
-    return base64.b64encode(zlib.compress(json.dumps(value).encode(), 9)).decode()
+    text = json.dumps(value, allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
 def report_page(index: dict, groups: list[dict], notes: list[str]) -> str:
@@ -2985,10 +3038,13 @@ def main(arguments: list[str] | None = None) -> int:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--adapter", default="")  # looked at first: they give the defaults
     first.add_argument("--output_dir", default="")
+    first.add_argument("--report", default=None)
     for name in ("--resume", "--rescore"):
         first.add_argument(name, action="store_true")
     early = first.parse_known_args(arguments)[0]
     try:
+        if early.report == "":  # from a variable of the shell that is not set, say
+            raise ValueError("--report names no folder: python eval.py --report runs/NAME")
         started: dict = {}
         if early.resume or early.rescore:
             if not early.output_dir:
@@ -3000,8 +3056,6 @@ def main(arguments: list[str] | None = None) -> int:
         turn_budgets(config.max_turns)
         least = {name: least for name, least in agentflow.LEAST.items() if name != "max_turns"}
         agentflow.check_ranges(config, {**least, "runs": 1})
-        if config.json:
-            open(config.json, "a", encoding="utf-8").close()  # better refused now than at the end
         if config.report:
             return report(config.report)
         if config.compare:
@@ -3017,6 +3071,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if config.merge_to:
             return merge(config)
+        if config.json:
+            open(config.json, "a", encoding="utf-8").close()  # better refused now than at the end
         return rescore(config) if config.rescore else run(config, of_run)
     except (ValueError, OSError, FloatingPointError) as error:
         return agentflow.fail(error)

@@ -1007,8 +1007,13 @@ def rollout_record(step, group, number, question, rollout, rows, reward, advanta
 def write_atomically(path: Path, text: str) -> None:
     """Beside it, then renamed: a reader sees the old file or the new one, never half of one."""
     beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    beside.unlink(missing_ok=True)  # it may be a link, which would be followed
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value) -> None:
@@ -1027,6 +1032,21 @@ MAY_CHANGE = {
     "max_prompt_length", "sandbox", "contact", "no_cache",
 }
 ADDRESSES = {"frozen_url", "judge"}  # a server may have moved; whether there is one may not change
+
+
+def refuse_changes(folder: Path, before: dict, now: dict, may_change: set[str]) -> None:
+    """Raises ValueError for the first setting that is not what the run was started with. Both are
+    descriptions as in run_config.json; now may lack the hashes of the questions."""
+    names = {field.name for field in dataclasses.fields(Config)} | {"data_hash", "eval_hash"}
+    for name in sorted(names - may_change, key=lambda name: (name.endswith("_hash"), name)):
+        was, wanted = before.get(name), now.get(name, before.get(name))
+        if name in ADDRESSES:
+            was, wanted = bool(was), bool(wanted)
+        if was != wanted:
+            raise ValueError(
+                f"{folder} was started with {name} = {before.get(name)!r}, now it is "
+                f"{now.get(name)!r}. Leave the flag out, or start anew in another --output_dir."
+            )
 
 
 class Run:
@@ -1078,16 +1098,7 @@ class Run:
             raise ValueError(
                 f"--resume: {path} cannot be read, so {self.folder} is no run that can go on."
             ) from error
-        names = {field.name for field in dataclasses.fields(Config)} | {"data_hash", "eval_hash"}
-        for name in sorted(names - MAY_CHANGE, key=lambda name: (name.endswith("_hash"), name)):
-            was, now = before.get(name), self.description[name]
-            if name in ADDRESSES:
-                was, now = bool(was), bool(now)
-            if was != now:
-                raise ValueError(
-                    f"--resume: {self.folder} was started with {name} = {before.get(name)!r}, now "
-                    f"it is {self.description[name]!r}. Leave the flag out, or start anew."
-                )
+        refuse_changes(self.folder, before, self.description, MAY_CHANGE)
 
     def checkpoints(self) -> list[Path]:
         """The finished checkpoints, oldest first."""
@@ -2498,21 +2509,35 @@ def mean_and_half(values: list[float]) -> tuple[float, float | None]:
     return middle, STUDENT_T[count - 2] * deviation / math.sqrt(count)
 
 
-def read_arm(config: Config) -> dict:
-    """What a finished arm left: its evaluations by file name, without the items, and its steps."""
+def read_arm(name: str, config: Config) -> dict:
+    """What a finished arm left: its evaluations by file name, without the items, and its steps.
+    Raises ValueError, with the remedy, where a part of it is missing or damaged."""
     folder = Path(config.output_dir)
-    found: dict[str, Any] = {"steps": read_lines(folder / "metrics.jsonl")}
-    for path in sorted([*folder.glob("eval_*.jsonl"), *folder.glob("turns_*.jsonl")]):
-        found[path.stem] = evaluation.summarise(read_lines(path))
-        del found[path.stem]["items"]
+    wanted = ["eval_before", "eval_after"]
+    if name == FLOW_GRPO:
+        wanted += [budget_name(when, turns)
+                   for when in ("before", "after") for turns in budgets_of(config)]  # fmt: skip
+    steps = 0 if name == IMITATION else config.max_steps
+    found: dict[str, Any] = {}
+    try:
+        found["steps"] = read_lines(folder / "metrics.jsonl") if steps else []
+        if len(found["steps"]) != steps:
+            raise ValueError(f"metrics.jsonl has {len(found['steps'])} of {steps} steps")
+        for part in wanted:
+            items = read_lines(folder / f"{part}.jsonl")
+            if not items:
+                raise ValueError(f"{part}.jsonl is empty")
+            found[part] = evaluation.summarise(items)
+            del found[part]["items"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"{folder} is damaged ({error}): remove that folder, and the same command "
+                         "makes it again.") from error  # fmt: skip
     for when in ("before", "after"):
-        found[budget_name(when, config.max_turns)] = found.get(f"eval_{when}")
+        found[budget_name(when, config.max_turns)] = found[f"eval_{when}"]
     return found
 
 
 def read_lines(path: Path) -> list[dict]:
-    if not path.exists():
-        return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
@@ -2609,22 +2634,46 @@ def ablation_table(seeds: list[dict[str, dict]]) -> str:
 
 def run_analyses(config: Config) -> int:
     """All arms of all seeds, then the report: analyses.md and analyses.json in --output_dir.
-    Raises ValueError where several processes were started."""
+    Raises ValueError where several processes were started, for flags that leave nothing to compare
+    and for a folder whose arms were made with other flags."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("--analyses runs in one process: start it without torchrun.")
+    if config.max_steps < 1:
+        raise ValueError("--analyses compares trained planners: --max_steps is 0.")
+    everything = {
+        seed: arms_of(dataclasses.replace(config, seed=seed))
+        for seed in range(config.seed, config.seed + ANALYSES_SEEDS)
+    }
+    for arms in everything.values():
+        for arm in arms.values():
+            check_arm(arm)
     started, seeds = time.perf_counter(), {}
-    for seed in range(config.seed, config.seed + ANALYSES_SEEDS):
-        arms = arms_of(dataclasses.replace(config, seed=seed))
+    for seed, arms in everything.items():
+        seeds[seed] = {}
         for name, arm in arms.items():
             share_first_measurement(arms[FLOW_GRPO], arm)
             run_arm(name, arm, config.device)
-        seeds[seed] = {name: read_arm(arm) for name, arm in arms.items()}
+            seeds[seed][name] = read_arm(name, arm)
     folder, report = Path(config.output_dir), analyses_report(list(seeds.values()))
     write_atomically(folder / "analyses.md", report)
     write_json(folder / "analyses.json", seeds)
     minutes = (time.perf_counter() - started) / 60
     print(f"\n{report}\n{minutes:.0f} minutes; the same in {folder}/analyses.md")
     return 0
+
+
+def check_arm(config: Config) -> None:
+    """Raises ValueError where this arm was begun with other flags: no table may mix them."""
+    path = Path(config.output_dir) / "run_config.json"
+    if not path.exists():
+        return
+    try:
+        before = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: remove its folder, and the same command makes it "
+                         "again.") from error  # fmt: skip
+    now = dataclasses.asdict(config)
+    refuse_changes(path.parent, before, now, MAY_CHANGE - {"max_steps"})
 
 
 def share_first_measurement(source: Config, arm: Config) -> None:
@@ -2657,7 +2706,8 @@ def analyses_command(config: Config) -> int:
         return 130
     except ENDS as error:
         code = report_end(error)
-        print(f"What is finished is saved. {to_go_on}", file=sys.stderr)
+        if not isinstance(error, ValueError):  # which is an answer to flags, and says what to do
+            print(f"What is finished is saved. {to_go_on}", file=sys.stderr)
         return code
 
 

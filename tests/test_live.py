@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shutil
 import statistics
 import subprocess
 import sys
@@ -59,6 +60,15 @@ def test_a_reader_that_has_read_enough_is_no_error():
     said = process.stderr.read()
     process.stderr.close()
     assert (process.wait(60), said) == (141, "")
+
+
+def test_a_questions_control_signs_are_told_as_signs_and_quotes_are_asked_for(capsys):
+    assert agentflow.main(["say \x1b[2J", "--max_turns", "1"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Question: say \\x1b[2J\n") and "\x1b" not in said
+    with pytest.raises(SystemExit):
+        agentflow.main(["a", "b"])
+    assert "A question of several words stands in quotes." in capsys.readouterr().err
 
 
 def test_an_error_reaches_the_coroutine_that_is_told():
@@ -160,6 +170,44 @@ def test_the_analyses_go_on_where_they_stopped_and_report_what_was_measured(anal
         assert f"| {name} | {statistics.mean(shares):.1f} ± {half:.1f} |" in report
     one_turn = (folder / "seed0-flow_grpo/turns_after_1.jsonl").read_text().splitlines()
     assert all(len(json.loads(line)["tools"]) == 1 for line in one_turn)
+
+
+@pytest.mark.slow
+def test_arms_of_other_flags_and_damaged_arms_are_refused(analysed, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "ANALYSES_SEEDS", 2)
+    monkeypatch.setattr(train, "TURN_BUDGETS", (1, 3))
+    folder = tmp_path / "copy"
+    shutil.copytree(analysed[0], folder)
+    flags = ["--analyses", "--output_dir", str(folder), "--device", "cpu", "--max_steps", "1",
+             "--num_questions", "2", "--num_generations", "4", "--eval_questions", "4"]  # fmt: skip
+
+    def refused(*more):
+        capsys.readouterr()
+        assert train.main([*flags, *more]) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith("error: ") and said.err.count("\n") == 1
+        return said.err
+
+    assert train.main(flags) == 0  # as they are, they are taken
+    for more, words in (
+        (("--learning_rate", "0.5"), "learning_rate = 0.001, now it is 0.5"),
+        (("--max_steps", "2"), "max_steps = 1, now it is 2"),
+        (("--eval_questions", "3"), "eval_questions = 4"), (("--max_steps", "0"), "--max_steps"),
+    ):
+        assert words in refused(*more)
+    arm = folder / "seed1-g_2"
+    shutil.rmtree(folder / "seed1-beta_1")  # would be made with the other rate
+    assert "learning_rate" in refused("--learning_rate", "0.5")
+    assert not (folder / "seed1-beta_1").exists()
+    for name, text in (("metrics.jsonl", ""), ("metrics.jsonl", '{"step": 1, "rew'),
+                       ("eval_after.jsonl", ""), ("eval_after.jsonl", None),
+                       ("run_config.json", "{")):
+        before = (arm / name).read_text(encoding="utf-8")
+        (arm / name).unlink() if text is None else (arm / name).write_text(text)
+        said = refused()
+        assert str(arm) in said and "the same command makes it again" in said
+        (arm / name).write_text(before, encoding="utf-8")
+    assert train.main(flags) == 0
 
 
 def test_imitation_is_a_step_on_the_weighted_log_likelihood(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import hashlib
 import html.parser
 import json
 import math
+import os
 import re
 import shutil
 import statistics
@@ -248,17 +249,98 @@ def test_a_stopped_run_shows_what_there_is(make_run, capsys):
     assert not list(folder.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("what", ["nothing", "no roll-outs", "damaged"])
-def test_what_is_no_run_is_one_sentence(what, tmp_path, capsys):
-    if what != "nothing":
-        text = json.dumps(CONFIG) if what == "no roll-outs" else "[]"
+@pytest.mark.parametrize("text, words", [
+    (None, "is no training run"), (json.dumps(CONFIG), "no roll-outs to show"),
+    ("[]", ".model is missing or of another kind"), ("{", "is damaged"),
+    (json.dumps(CONFIG | {"model": None}), ".model is missing"),
+    (json.dumps(CONFIG).replace('"num_generations": 4', '"num_generations": 1e999'),
+     ".num_generations is missing"),
+])  # fmt: skip
+def test_what_is_no_run_is_one_sentence(text, words, tmp_path, capsys):
+    if text is not None:
         (tmp_path / "run_config.json").write_text(text)
     assert evaluation.main(["--report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    words = {"nothing": "is no training run", "no roll-outs": "no roll-outs to show",
-             "damaged": "is damaged"}  # fmt: skip
-    assert error.startswith("error: ") and words[what] in error and error.count("\n") == 1
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_report_of_no_name_or_of_a_file_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    for name, words in (("", "names no folder"), ("file", "is no training run")):
+        assert evaluation.main(["--report", name, "--json", "out.json"]) == 2
+        assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def lost(part, *path):
+    """A change that takes a part away from a step's first record, or from a turn of it."""
+    def change(record):
+        for name in path:
+            record = record[name]
+        del record[part]
+
+    return change
+
+
+@pytest.mark.parametrize("change", [
+    lost("analysis"), lost("generator"), lost("memory"), lost("group"), lost("turns"),
+    lost("verifier", "turns", 0), lost("name", "turns", 0, "tool"),
+    lambda record: record["turns"][0]["planner"].update(reply_ids=[], logp=[]),
+    lambda record: record["turns"][0]["planner"].update(reply_ids=[[1], [2], [3]]),
+    lambda record: record["turns"][0]["planner"].update(logp=None),
+    lambda record: record["turns"][0]["planner"].update(logp=[-0.1]),
+])  # fmt: skip
+def test_a_step_that_the_page_could_not_show_is_left_out_and_said(change, make_run, capsys):
+    records = step_records(2)
+    change(records[0])
+    folder = make_run(steps={1: step_records(1), 2: records})
+    _, index, groups, said = write_report(folder, capsys)
+    assert [group["step"] for group in index["groups"]] == [1, 1]
+    assert "note: 2.jsonl is damaged and left out (" in said and len(groups) == 2
+
+
+def test_numbers_that_no_browser_reads_and_files_of_others_do_no_harm(make_run, capsys):
+    folder = make_run()
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "reward": 1e999, "kl": -Infinity}\n{"reward": 1}\n"no row"\n')
+    for when in ("before", "after"):
+        text = (folder / f"eval_{when}.jsonl").read_text()
+        (folder / f"eval_{when}.jsonl").write_text(
+            text.replace('"errors": ["none"], ', "") + '{"question": "q", "score": "high"}\n')
+    (folder / "rollouts" / "heads.json").write_text("null")
+    shutil.copy(folder / "rollouts" / "1.jsonl", folder / "rollouts" / "².jsonl")
+    shutil.copy(folder / "rollouts" / "1.jsonl", folder / "rollouts" / "01.jsonl")
+    (folder / "rollouts" / "7.jsonl").mkdir()
+    os.mkfifo(folder / "rollouts" / "8.jsonl")
+    _, index, groups, said = write_report(folder, capsys)
+    assert index["metrics"][2] == {"step": 3, "reward": None, "kl": None, "alarms": {}}
+    assert len(index["metrics"]) == 3 and len(groups) == 4 and len(index["pairs"]) == 1
+    for words in ("metrics.jsonl: 2 line(s)", "eval_after.jsonl: 1 line(s)", "heads.json"):
+        assert words in said
+
+
+def test_alarms_of_a_long_run_are_worked_out_where_there_are_any(make_run, capsys, monkeypatch):
+    folder, asked = make_run(), []
+    write_lines(folder / "metrics.jsonl", [
+        {"step": step, "reward": 0.5, "alarms": ["kl"] * (step == 2000)} for step in range(1, 3000)
+    ])  # fmt: skip
+    monkeypatch.setattr(train, "alarms", lambda history, *_: asked.append(len(history)) or {})
+    write_report(folder, capsys)
+    assert asked == [2000, 2000]
+
+
+def test_a_link_in_the_place_of_the_file_beside_is_not_followed(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "report.html.tmp").symlink_to(tmp_path / "precious")
+    train.write_atomically(tmp_path / "report.html", "page")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert (tmp_path / "report.html").read_text() == "page"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        train.write_atomically(tmp_path / "folder", "page")
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_held_out_items_keep_the_turns_between():
@@ -477,6 +559,18 @@ def test_a_thousand_roll_outs_show_within_two_seconds(browser, make_run, capsys)
     silent(browser)
     assert min(times) <= 2000, times
     print(f"1,000 roll-outs: {times} ms")
+
+
+@pytest.mark.slow
+def test_a_word_without_an_end_stays_within_the_page(browser, make_run, capsys):
+    folder = make_run(text="w" * 400)
+    write_report(folder, capsys)
+    load(browser, folder)
+    for view in range(1, 6):
+        press(browser, str(view))
+        wide = "const e = document.documentElement; return e.scrollWidth - e.clientWidth"
+        assert browser.execute_script(wide) <= 0, view
+    silent(browser)
 
 
 @pytest.mark.slow
