@@ -862,10 +862,10 @@ def choose(logits, temperatures, draws):
 def draw(probabilities, draws):
     """(B, V) probabilities, (B,) numbers in [0, 1) -> (B,) tokens: inverse of the cumulated ones.
 
-    The first token whose cumulated probability is above the row's number. In two stages, the block
-    of tokens and then the token in it, so that only sums of blocks and one block a row are
-    cumulated, in the numbers' own precision (fp32 would shift borders by more than rare tokens
-    have).
+    The first token whose cumulated probability is above the row's number times their sum, which in
+    fp32 is about 1. In two stages, the block of tokens and then the token in it, so that only sums
+    of blocks and one block a row are cumulated, in the numbers' own precision (fp32 would shift
+    borders by more than rare tokens have).
     """
     # BEGIN SOLUTION 6
     B, V = probabilities.shape

@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         if problem := make.not_free(folder):
             raise ValueError(problem)
         hand_out(int(given.number), folder)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
     return 0
 

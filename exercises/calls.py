@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import re
+import secrets
 import sys
 import tempfile
 import time
@@ -118,26 +119,45 @@ def library(passages, query):
     raise TypeError("run() asked for something: a look-up needs neither a model nor a job")
 
 
-def children() -> list[str]:
-    """Living child processes of this one (Linux only; elsewhere none is found)."""
-    alive = []
+def alive(token: str) -> set[int]:
+    """This process's living children, and whoever has the token in its command line (Linux only;
+    elsewhere nobody is found)."""
+    found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if parent == str(os.getpid()) and state != "Z":
-                alive.append(stat.parent.name)
-    return alive
+            own = parent == str(os.getpid()) or token.encode() in (
+                stat.parent / "cmdline").read_bytes()
+            if own and state != "Z":
+                found.add(int(stat.parent.name))
+    return found
 
 
-def python_run(code, timeout):
-    """What became of the program, the seconds that the caller waited, and who is left."""
+def python_run(code, timeout, namespaces=True):
+    """What became of the program, the seconds that the caller waited, and how many are left a
+    second later; TOKEN in the code tells whom it has started."""
     from tools import run_python
 
-    before, started = set(children()), time.perf_counter()
-    run = run_python(code, timeout)
-    waited = time.perf_counter() - started
+    token = secrets.token_hex(8)
+    before, started = alive(token), time.perf_counter()
+    run = run_python(code.replace("TOKEN", token), timeout, namespaces=namespaces)
+    ended = time.perf_counter()
+    while (left := alive(token) - before) and time.perf_counter() < ended + 1.0:
+        time.sleep(0.02)
+    for process in left:
+        with contextlib.suppress(OSError):
+            os.kill(process, 9)
     return {"stdout": run.stdout, "value": run.value, "error": run.error, "message": run.message,
-            "seconds": run.seconds, "waited": waited, "left": len(set(children()) - before)}
+            "seconds": run.seconds, "waited": ended - started, "left": len(left)}
+
+
+def unread(size):
+    """(error, message) for a program of so many characters whose process ends before it reads."""
+    import tools
+
+    with tempfile.TemporaryDirectory() as folder, swapped(tools, RUNNER="import os; os._exit(3)"):
+        run = tools._run_in(folder, "#" * size, 5.0, 512, 1000, False)
+    return run.error, run.message
 
 
 def verdict(stderr, mark, code, timeout):
@@ -166,7 +186,7 @@ def cached_attend(kv, rows, positions, mask, layer, query, key, value, scaling):
     return context.attend(layer, query, key, value, scaling), slots
 
 
-def burst(prompts, written, steps):
+def burst(prompts, written, steps, dtype):
     """One burst over rows of so many prompt tokens and written ones: the positions and masks that
     each pass was given. No model: its states are zeros, and each next token is 0."""
     import torch
@@ -189,7 +209,8 @@ def burst(prompts, written, steps):
 
     backbone._hidden = hidden
     lane = SimpleNamespace(
-        rows=rows, dtype=torch.float32, kv=torch.zeros(2, 1, B, 1, 64, 1), lm_head=lambda x: x,
+        rows=rows, dtype=getattr(torch, dtype), lm_head=lambda x: x,
+        kv=torch.zeros(2, 1, B, 1, 64, 1, dtype=getattr(torch, dtype)),
         reserve=lambda rows, width: reserved.append([rows, width]))
     nothing = (torch.zeros(B, dtype=torch.long), torch.zeros(B))
     with swapped(agentflow, choose=lambda logits, temperatures, draws: nothing,
@@ -267,10 +288,10 @@ def turn_weights(group_ids, rollout_ids, lengths):
     return flow_grpo.turn_weights(group_ids, rollout_ids, lengths)
 
 
-def group_advantages(rewards, group_ids):
+def group_advantages(rewards, group_ids, eps=1e-6):
     import flow_grpo
 
-    return flow_grpo.group_advantages(rewards, group_ids)
+    return flow_grpo.group_advantages(rewards, group_ids, eps)
 
 
 def loss(logp, logp_old, logp_ref, advantages, weights, mask, low, high, beta):
@@ -343,15 +364,16 @@ def rows(lengths, rewards, group_ids):
 
 def gradients(policy, reference, head, made, settings):
     """The gradient of a model whose state after a token is a row of a table (V, D), by
-    accumulate_gradients; and the statistics."""
+    accumulate_gradients; the statistics; and who was scored, with or without a gradient."""
     import torch
 
     import flow_grpo
     import train
 
-    table = policy.clone().requires_grad_()
+    table, scored = policy.clone().requires_grad_(), set()
 
     def packed_hidden(prompts, responses, gate):
+        scored.add(("pi_theta" if gate else "pi_ref", torch.is_grad_enabled()))
         before = [[*p, *r][len(p) - 1:-1] for p, r in zip(prompts, responses, strict=True)]
         return (table if gate else reference)[torch.tensor([t for row in before for t in row])]
 
@@ -360,18 +382,19 @@ def gradients(policy, reference, head, made, settings):
                  linear_logprobs=checks.slow_logprobs):
         totals = train.accumulate_gradients(
             backbone, [train.Row(**row) for row in made], train.Config(**settings))
-    return gradient(table), {name: totals[name] for name in ("loss", "kl", "gap_max")}
+    return (gradient(table), {name: totals[name] for name in ("loss", "kl", "gap_max")},
+            sorted(scored))
 
 
-def update(gradient_of_pass, iterations):
-    """`update` of one weight at 0 by SGD of rate 1, each pass having this gradient: the weight, the
+def update(gradients_of_pass, iterations):
+    """`update` of weights at 0 by SGD of rate 1, each pass having these gradients: the weights, the
     norm that is reported, what happened in which order, and the error."""
     import torch
 
     import train
 
-    weight, events = torch.nn.Parameter(torch.zeros_like(gradient_of_pass)), []
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weights = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients_of_pass]
+    events, optimizer = [], torch.optim.SGD(weights, lr=1.0)
     take = optimizer.step
 
     def step():
@@ -379,11 +402,12 @@ def update(gradient_of_pass, iterations):
         take()
 
     optimizer.step = step
-    backbone = SimpleNamespace(trainable_parameters=lambda: [weight],
+    backbone = SimpleNamespace(trainable_parameters=lambda: weights,
                                adapter_changed=lambda: events.append("changed"))
 
     def accumulate(*arguments):
-        weight.grad = gradient_of_pass.clone()
+        for weight, own in zip(weights, gradients_of_pass, strict=True):
+            weight.grad = own.clone()
         return {"gap_mean": 0.0, "gap_max": 0.0}
 
     row = train.Row([1], [2], [-1.0], advantage=1.0, weight=1.0, group=0)
@@ -394,15 +418,15 @@ def update(gradient_of_pass, iterations):
                                   before_step=lambda: events.append("before"))
         except FloatingPointError:
             error = "FloatingPointError"
-    return weight.detach(), report["grad_norm"], events, error
+    return [weight.detach() for weight in weights], report["grad_norm"], events, error
 
 
 # --------------------------------------------------------------------------------- the process
 
 CALLS = {function.__name__: function for function in (
     load, step_text, memory_text, plan, last_plan, bm25_weights, bm25_best, library, python_run,
-    verdict, causal_mask, cached_attend, burst, choose, draw, lora_start, lora, turn_weights,
-    group_advantages, loss, kl, logprobs, rows, gradients, update)}
+    unread, verdict, causal_mask, cached_attend, burst, choose, draw, lora_start, lora,
+    turn_weights, group_advantages, loss, kl, logprobs, rows, gradients, update)}
 
 
 def answer(name: str, arguments: list, folder: str) -> dict:
@@ -415,15 +439,27 @@ def answer(name: str, arguments: list, folder: str) -> dict:
                    if json.dumps(encode(given[i])) != json.dumps(argument)]
         return {"value": value, "changed": changed}
     except BaseException as error:  # SystemExit too: whatever it is, it is the student's
-        own = [f for f in traceback.extract_tb(error.__traceback__)
-               if Path(f.filename).parent == Path(folder)]
-        where = f"{Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line}" if own else ""
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if Path(f.filename).parent == Path(folder)]
+        # None of the student's: it is what came back that does not fit here, two values, say.
+        last = (own or [f for f in frames if f.filename == __file__])[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}: {last.line}"
         if isinstance(error, SyntaxError) and error.filename:
             where = f"{Path(error.filename).name}:{error.lineno}: {(error.text or '').strip()}"
         return {"raised": type(error).__name__, "text": str(error)[:500], "where": where}
 
 
+def end_with_the_checker() -> None:
+    """Linux: the kernel kills this process when check.py ends, however it ends."""
+    with contextlib.suppress(Exception):
+        import ctypes
+        import signal
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def main() -> None:
+    end_with_the_checker()
     folder = str(Path(sys.argv[1]).resolve())
     # Ours alone from here on: what the student's code prints goes to stderr, and it reads nothing.
     requests, replies = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")

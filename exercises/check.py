@@ -22,8 +22,10 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,14 +78,19 @@ class Student:
             line = pipe.readline(ANSWER_BYTES)
             answers.put(line)
 
+    @staticmethod
+    def _write(pipe, call: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError):  # it has ended: no answer will say so
+            pipe.write(call)
+            pipe.flush()
+
     def ask(self, name: str, arguments: list, until: float) -> dict:
         """An answer, as it came. Raises Ended where there is none."""
         if self.process is None:
             self.start()
-        with contextlib.suppress(OSError):  # it has ended: the answer that is missing says so
-            call = json.dumps({"name": name, "arguments": arguments})
-            self.process.stdin.write(call.encode() + b"\n")
-            self.process.stdin.flush()
+        call = json.dumps({"name": name, "arguments": arguments}).encode() + b"\n"
+        # A thread here too: a process that has stopped reading holds up whoever writes to it.
+        threading.Thread(target=self._write, args=(self.process.stdin, call), daemon=True).start()
         try:
             line = self.answers.get(timeout=max(0.01, until - time.monotonic()))
             answer = json.loads(line) if line else None
@@ -116,15 +123,19 @@ class Student:
 def missing(number: int, folder: Path) -> str:
     """Why there is nothing to import for this exercise; "" where its files are in the folder."""
     files = {block.place.partition(":")[0] for block in TASKS[number].blocks}
-    absent = sorted(file for file in files if not (folder / file).is_file())
-    if not absent:
-        return ""
-    if not folder.is_dir():
-        return f"{folder} is no folder: unpack it first"
-    if deeper := [path for path in sorted(folder.glob("*/")) if (path / absent[0]).is_file()]:
-        return f"{folder} is not the folder that was handed out, {deeper[0]} may be"
-    if not any(folder.glob("*.py")):
-        return f"{folder} is not the folder that was handed out: no Python file is in it"
+    try:
+        absent = sorted(file for file in files if not (folder / file).is_file())
+        if not absent:
+            return ""
+        if not folder.is_dir():
+            return f"{folder} is no folder: unpack it first"
+        deeper = [path for path in sorted(folder.glob("*/")) if (path / absent[0]).is_file()]
+        if deeper:
+            return f"{folder} is not the folder that was handed out, {deeper[0]} may be"
+        if not any(folder.glob("*.py")):
+            return f"{folder} is not the folder that was handed out: no Python file is in it"
+    except OSError as error:
+        return f"{folder} cannot be read: {error.strerror}"
     return f"{absent[0]} is not in {folder}"
 
 
@@ -141,8 +152,12 @@ def ask_student(student: Student, number: int, until: float):
             first = "" if int(stub[1]) == number else f"needs exercise {stub[1]} first: "
             raise Ended("not done", f"not done yet: {first}{reply['text']}{where}")
         if name == "load":
-            raise Ended("error", f"{given[0]}.py cannot be imported: {said}{where}")
-        shown = ", ".join(show(value) for value in given)
+            lacks = re.match("ModuleNotFoundError: No module named '(torch|transformers|numpy"
+                             "|requests|tqdm)'", said)
+            hint = (": activate your environment, or `pip install -r requirements.txt` in it"
+                    if lacks else "")
+            raise Ended("error", f"{given[0]}.py cannot be imported: {said}{hint}{where}")
+        shown = ", ".join(textwrap.shorten(show(value), 60, placeholder=" …") for value in given)
         raise Wrong(f"  case:      {name}({shown})\n  expected:  a value\n"
                     f"  got:       {said}{where}")
 
@@ -157,7 +172,7 @@ def grade(student: Student, number: int, seconds: float) -> Verdict:
     try:
         for file in sorted({block.place.partition(":")[0] for block in TASKS[number].blocks}):
             found = run("load", file.removesuffix(".py"))
-            if found != str(student.folder):
+            if found != str(student.folder.resolve()):
                 return Verdict("error", f"{file} was imported from {found}")
         CHECKS[number](run, 0)
     except Ended as end:
@@ -186,9 +201,9 @@ def grade_all(folder: Path, seconds: float) -> dict[int, Verdict]:
 
 
 def reasons(verdicts: dict[int, Verdict]) -> list[str]:
-    """Why there were errors, each reason once."""
-    return list(dict.fromkeys(v.text.partition("\n")[0] for v in verdicts.values()
-                              if v.status == "error"))
+    """Why there were errors and time-outs, each reason once."""
+    return list(dict.fromkeys(f"{v.status}: " + v.text.partition("\n")[0]
+                              for v in verdicts.values() if v.status in ("error", "timeout")))
 
 
 def check_one(number: int, folder: Path, seconds: float) -> int:
@@ -211,7 +226,7 @@ def show_table(folder: Path, seconds: float) -> int:
         print(f"{number:3}  {task.minutes:7}  {task.title:36}  {verdict.status}")
     done = sum(verdict.status == "pass" for verdict in verdicts.values())
     for reason in reasons(verdicts):
-        print(f"error: {reason}")
+        print(reason)
     print(f"{done} of {len(TASKS)} pass. `check.py NUMBER FOLDER` says more about one.")
     return 0 if done == len(TASKS) else 1
 
@@ -219,14 +234,17 @@ def show_table(folder: Path, seconds: float) -> int:
 def grade_class(folders: list[Path], file: Path, seconds: float) -> int:
     """A row a folder; the file is written anew after each, from what was judged here."""
     lines = [["folder", *TASKS, "total"]]
+    times = Counter(folder.name for folder in folders)
     for folder in folders:
+        label = folder.name if times[folder.name] == 1 else str(folder)
         verdicts = grade_all(folder, seconds)
         statuses = [verdict.status for verdict in verdicts.values()]
-        lines.append([folder.name, *statuses, statuses.count("pass")])
-        with open(file, "w", newline="", encoding="utf-8") as out:
+        lines.append([label, *statuses, statuses.count("pass")])
+        # A name from another system's archive may hold bytes that are no letters here.
+        with open(file, "w", newline="", encoding="utf-8", errors="backslashreplace") as out:
             csv.writer(out).writerows(lines)
-        print(f"{folder.name}: {statuses.count('pass')} of {len(TASKS)}",
-              *reasons(verdicts), sep="\n  error: ")
+        print(f"{label}: {statuses.count('pass')} of {len(TASKS)}", *reasons(verdicts),
+              sep="\n  ", flush=True)
     return 0
 
 
@@ -240,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--csv", metavar="FILE", type=Path, help="where --all writes its table")
     parser.add_argument("--seconds", metavar="S", type=float, default=60.0,
                         help="time limit of one exercise, imports included [60]")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
 
     def fail(text: str):
         parser.exit(2, f"error: {text}\n")
@@ -251,17 +269,24 @@ def main(arguments: list[str] | None = None) -> int:
         fail("Give a folder, or an exercise's number and a folder. --help shows examples.")
     if not 0 < given.seconds < 1e6:
         fail(f"--seconds must be above 0, not {given.seconds}.")
-    folders = [Path(name).expanduser().resolve() for name in given.all or given.words[-1:]]
+    try:
+        folders = [Path(name).expanduser() for name in given.all or given.words[-1:]]
+        folders = [Path(os.path.abspath(folder)) if given.all else folder.resolve()
+                   for folder in folders]
+        known = [given.all or folder.is_dir() for folder in folders]
+    except (OSError, RuntimeError) as error:  # a name that is too long, ~nobody, a loop of links
+        fail(f"That is no folder: {error}")
     if given.words in [[str(number)] for number in TASKS] and not folders[0].exists():
         fail(f"Which folder? python exercises/check.py {given.words[0]} FOLDER")
-    for folder in folders:
-        if not (folder.exists() if given.all else folder.is_dir()):
-            fail(f"There is no folder {folder}.")
+    if not all(known):
+        fail(f"There is no folder {folders[0]}.")
     if len(given.words) == 2 and given.words[0] not in map(str, TASKS):
         fail(f"There is no exercise {given.words[0]}: choose from 1 to {len(TASKS)}.")
-    if given.all and not given.csv.resolve().parent.is_dir():
-        fail(f"There is no folder {given.csv.resolve().parent} to write {given.csv.name} into.")
     if given.all:
+        try:
+            open(given.csv, "a").close()  # better refused now than after the first folder
+        except OSError as error:
+            fail(f"{given.csv} cannot be written: {error.strerror}.")
         return grade_class(folders, given.csv, given.seconds)
     if len(given.words) == 2:
         return check_one(int(given.words[0]), folders[0], given.seconds)
@@ -269,7 +294,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the student's process must not stay behind
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
     try:
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # `… | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(141)

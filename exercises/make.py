@@ -101,7 +101,10 @@ def main(arguments: list[str] | None = None) -> int:
     folder = parser.parse_args(arguments).folder.expanduser().resolve()
     if problem := not_free(folder):
         parser.exit(2, f"error: {problem}\n")
-    blocks = make(folder)
+    try:
+        blocks = make(folder)
+    except OSError as error:
+        parser.exit(2, f"error: {error.filename} cannot be written: {error.strerror}.\n")
     print(f"{folder}: {len(blocks)} exercises, {sum(blocks.values())} places to fill in. "
           f"Begin with `cd {folder}` and `python exercises/check.py .`")
     return 0

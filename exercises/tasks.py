@@ -119,7 +119,8 @@ TASKS: dict[int, Task] = {
                   "compute where each row's next tokens go and what they see",
                   "In: rows (each with prompt_ids and the ids written so far; the last of them has "
                   "no keys and values yet), steps. Out: width (places needed by the longest row at "
-                  "the burst's end), positions (steps, B, 1), masks (steps, B, 1, 1, width)."),
+                  "the burst's end), positions (steps, B, 1), masks (steps, B, 1, 1, width) in "
+                  "lane.dtype."),
         )),
     6: Task(
         "Sampling with log-probs", 25, "section 3, pi_theta; the denominator of Eq. 6",
@@ -132,8 +133,9 @@ TASKS: dict[int, Task] = {
             Block("agentflow.py:draw",
                   "turn one uniform number a row into a token",
                   "In: probabilities (B, V), draws (B,) in [0, 1). Out: tokens (B,): the first "
-                  "whose cumulated probability is above the number; what has no probability is "
-                  "never taken. Cumulate in the draws' precision. Helper: first_above."),
+                  "whose cumulated probability is above the number times their sum (which fp32 "
+                  "makes about 1); what has no probability is never taken. Cumulate in the draws' "
+                  "precision. Helper: first_above."),
         )),
     7: Task(
         "Turn weights", 15, "Eq. 5, the three means",
@@ -150,8 +152,9 @@ TASKS: dict[int, Task] = {
             Block("flow_grpo.py:group_advantages",
                   "compare each roll-out's reward with its group's mean and deviation",
                   "In: scores (R,) in float64, NaN where nobody could judge; group_ids (R,); "
-                  "rewards, for its dtype and device. Out: advantages (R,), as the docstring says, "
-                  "with its three cases of exactly 0. See Eq. 7."),
+                  "rewards, for its dtype (float32 where it holds integers) and device. Out: "
+                  "advantages (R,), as the docstring says, with its three cases of exactly 0. See "
+                  "Eq. 7."),
         )),
     9: Task(
         "Clipped objective and KL", 25, "Eq. 5 and 6",
@@ -161,7 +164,8 @@ TASKS: dict[int, Task] = {
                   "compute ratio, kl and loss",
                   "In: logp, logp_old (N, L), 0 under the mask; logp_ref (N, L) or None; keep "
                   "(N, L); A (N, 1); weights (N,); epsilon_low, epsilon_high, beta. Out: ratio "
-                  "(N, L), kl (N, L), NaN without a reference, and loss (). See Eq. 5 and 6."),
+                  "(N, L), kl (N, L), of any value without a reference, and loss (). See Eq. 5 and "
+                  "6."),
             Block("flow_grpo.py:kl_k3",
                   "compute the estimate of the KL divergence, token by token",
                   "In: log-probs of the sampled tokens under the policy and under the reference. "
@@ -209,8 +213,8 @@ TASKS: dict[int, Task] = {
             Block("train.py:accumulate_gradients",
                   "score this micro-batch, compute its loss and go backward",
                   "In: batch (list of Row), backbone, config. Out: logp, entropy, logp_old, mask "
-                  "(N, L), logp_ref (N, L) or None where beta is 0, statistics; the gradients are "
-                  "added to the parameters' own. Use score_rows (gate 1: pi_theta, gate 0: "
+                  "(N, L), logp_ref (N, L) or None where beta is 0, loss and statistics; gradients "
+                  "are added to the parameters' own. Use score_rows (gate 1: pi_theta, gate 0: "
                   "pi_ref, which takes no gradient), pad, flow_grpo.flow_grpo_loss. See Eq. 5."),
             Block("train.py:update",
                   "clip the gradient, refuse one that is no number, and take the step",

@@ -2,11 +2,14 @@
 student's code cannot stop or fake by the usual tricks."""
 
 import ast
+import contextlib
 import csv
 import importlib
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -196,6 +199,73 @@ def test_a_wrong_solution_fails_its_check(mutant, monkeypatch):
     assert len(text) < 1500
 
 
+RIGHT_SOLUTIONS = {  # written otherwise than the project's own, and right
+    "a draw without the total": (6, "agentflow", "draw", """
+def draw(probabilities, draws):
+    sums = probabilities.to(draws.dtype).cumsum(-1)
+    return first_above(sums, draws[:, None])[0][:, 0]
+"""),
+    "entropy from the normaliser": (10, "flow_grpo", "LinearLogprobs.forward", """
+def forward(ctx, hidden, weight, targets, temperature, chunk):
+    logp, entropy, normaliser = (torch.empty(len(hidden)) for _ in range(3))
+    for s in range(0, len(hidden), chunk):
+        e = s + chunk
+        l = torch.cat([tempered(hidden[s:e].float() @ w.T, temperature)
+                       for _, w in head_slices(weight)], dim=1)
+        normaliser[s:e] = z = l.logsumexp(1)
+        logp[s:e] = l.gather(1, targets[s:e, None])[:, 0] - z
+        entropy[s:e] = z - ((l - z[:, None]).exp() * l).sum(1)
+    ctx.save_for_backward(hidden, weight, targets, normaliser)
+    ctx.temperature, ctx.chunk = temperature, chunk
+    ctx.mark_non_differentiable(entropy)
+    return logp, entropy
+"""),
+    "a plan of the fields that were asked for": (2, "modules", "_last_plan", """
+def _last_plan(pairs):
+    plans = [{}]
+    for name, value in pairs:
+        if name in plans[-1]:
+            plans.append({})
+        plans[-1][name] = value
+    for plan in reversed(plans):
+        tool = plan.get("toolname") or plan.get("tool", "")
+        if plan.get("subgoal") and tool:
+            wanted = {name: plan.get(name, "") for name in ("context", "justification", "subgoal")}
+            return {**wanted, "tool": tool}
+"""),
+    "weights one by one": (7, "flow_grpo", "turn_weights", """
+def turn_weights(group_ids, rollout_ids, lengths):
+    rows = list(zip(group_ids.tolist(), rollout_ids.tolist(), lengths.tolist()))
+    rollouts = {(g, r) for g, r, _ in rows}
+    return torch.tensor([
+        1 / (len({g for g, _ in rollouts}) * sum(g == group for g, _ in rollouts)
+             * sum((g, r) == (group, rollout) for g, r, _ in rows) * length)
+        for group, rollout, length in rows])
+"""),
+    "LoRA by plain products": (11, "agentflow", "LoraLinear.forward", """
+def forward(self, x):
+    y = self.base(x)
+    if self.gate.value is None:
+        return y
+    low = x @ self.A.to(x.dtype).T
+    return y + self.gate.value * (self.scale * (low @ self.B.to(x.dtype).T))
+"""),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_SOLUTIONS)
+def test_a_right_solution_of_another_kind_passes(name, monkeypatch):
+    number, module, place, source = RIGHT_SOLUTIONS[name]
+    owner, attribute = find(module, place)
+    found = {}
+    exec(source, vars(importlib.import_module(module)), found)
+    static = isinstance(vars(owner).get(attribute), staticmethod)
+    function = found[attribute]
+    monkeypatch.setattr(owner, attribute, staticmethod(function) if static else function)
+    for seed in range(3):
+        checks.CHECKS[number](run_here, seed)
+
+
 def test_every_exercise_has_three_wrong_solutions_with_names_of_their_own():
     count = Counter(map(number_of, WRONG_SOLUTIONS))
     assert count.keys() == TASKS.keys() and min(count.values()) >= 3
@@ -239,9 +309,10 @@ def test_shape_and_type_and_small_values_are_compared(got):
     ([], "Give a folder"), (["1", "2", "."], "Give a folder"), (["13", "."], "no exercise 13"),
     (["x", "."], "no exercise x"), (["nowhere"], "no folder"), (["1", "nowhere"], "no folder"),
     (["--all", "."], "--csv FILE"), ([".", "--csv", "a.csv"], "Give a folder"),
-    (["--all", ".", "--csv", "nowhere/a.csv"], "to write a.csv into"),
+    (["--all", ".", "--csv", "nowhere/a.csv"], "a.csv cannot be written"),
     (["--seconds", "0", "1", "."], "above 0"), (["7"], "Which folder?"),
-    (["--all", "nowhere", "--csv", "a.csv"], "no folder"),
+    (["--all", ".", "--csv", "."], "cannot be written"), (["~nobody-at-all/x"], "no folder"),
+    (["x" * 5000], "no folder"),
 ])  # fmt: skip
 def test_a_mistake_on_the_command_line_ends_with_a_sentence_and_code_2(words, said, capsys,
                                                                       tmp_path, monkeypatch):
@@ -367,6 +438,48 @@ def test_a_trick_neither_stops_the_grading_nor_passes(made, tmp_path, name):
         student.stop()
     assert verdict.status == expected, verdict
     assert time.monotonic() - started < 60
+
+
+def test_a_process_that_stops_reading_is_a_timeout(made):
+    student = check.Student(made, shown=False)
+    try:
+        student.ask("load", ["memory"], time.monotonic() + 60)
+        os.kill(student.process.pid, signal.SIGSTOP)
+        with pytest.raises(check.Ended) as end:
+            student.ask("choose", [[0.5] * 1_000_000], time.monotonic() + 1)
+        assert end.value.verdict.status == "timeout"
+    finally:
+        student.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_a_checker_that_is_stopped_leaves_nobody_behind(tmp_path, number):
+    (tmp_path / "memory.py").write_text("while True: pass")
+
+    def students():
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # ended meanwhile
+                line = path.read_bytes()
+                found += [line] * (b"calls.py" in line and str(tmp_path).encode() in line)
+        return found
+
+    def wait_for(count):
+        until = time.monotonic() + 20
+        while len(students()) != count:
+            assert time.monotonic() < until, f"{len(students())} processes, not {count}"
+            time.sleep(0.05)
+
+    process = subprocess.Popen([sys.executable, str(ROOT / "exercises" / "check.py"), "1",
+                                str(tmp_path)], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)  # fmt: skip
+    wait_for(1)
+    time.sleep(0.5)  # until it has told the kernel whose child it is
+    process.send_signal(number)
+    assert process.wait(20) in (130, -9)
+    wait_for(0)
 
 
 def test_answers_of_another_form_are_failures_and_no_crash_of_the_grading(made, tmp_path):
