@@ -2415,7 +2415,6 @@ def run_arm(name: str, config: Config, device: str) -> None:
         wanted += [f"{budget_name('after', turns)}.jsonl" for turns in budgets_of(config)]
     if all((folder / file).exists() for file in wanted):
         return
-    print(f"\n== seed {config.seed}, {name}: {folder}", flush=True)
     config = dataclasses.replace(config, resume=(folder / "run_config.json").exists())
     training = prepare(config, ALONE, device)
     try:
@@ -2647,10 +2646,12 @@ def run_analyses(config: Config) -> int:
     for arms in everything.values():
         for arm in arms.values():
             check_arm(arm)
-    started, seeds = time.perf_counter(), {}
+    started, seeds, place = time.perf_counter(), {}, itertools.count(1)
     for seed, arms in everything.items():
         seeds[seed] = {}
         for name, arm in arms.items():
+            print(f"\n== {next(place)} of {len(everything) * len(arms)}: seed {seed}, {name}, "
+                  f"{arm.output_dir}", flush=True)  # fmt: skip
             share_first_measurement(arms[FLOW_GRPO], arm)
             run_arm(name, arm, config.device)
             seeds[seed][name] = read_arm(name, arm)
