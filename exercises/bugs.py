@@ -1,7 +1,7 @@
 """Find the silent bug: the project with one wrong line, and what a training run with it logged.
 
     python exercises/bugs.py 1 FOLDER                  writes the project with bug 1 into FOLDER
-    python exercises/bugs.py 1 FOLDER train.py:388     is this the line? Exit code 0: yes, else 1
+    python exercises/bugs.py 1 FOLDER memory.py:60     is this the line? Exit code 0: yes, else 1
 
 Each of the three runs, learns and raises no error. FOLDER gets log.txt (the terminal) and
 metrics.jsonl of forty steps with the bug; which number looks as it cannot? A wrong answer gets a
@@ -116,7 +116,7 @@ def judge(number: int, folder: Path, place: str) -> int:
     file = Path(file).name
     if not (file in lines and line.isdecimal() and 1 <= int(line) <= len(lines[file])):
         raise ValueError(f"{place} is no line of {folder}: name a file there and a line's number, "
-                         "as in train.py:388.")
+                         "as in memory.py:60.")
     if (file, lines[file][int(line) - 1]) in wrong:
         print(f"Yes. {BUGS[number].why}")
         return 0

@@ -232,14 +232,16 @@ def draw(probabilities, draws):
     return agentflow.draw(probabilities, draws)
 
 
-def new_lora(weight, r, seed):
-    """An adapter as it is made, around a frozen layer with this weight (out, in)."""
+def new_lora(weight, r, seed, bias=None):
+    """An adapter as it is made, around a frozen layer with this weight (out, in), bias (out,)."""
     import torch
 
     from agentflow import Gate, LoraLinear
 
     base = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     base.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    if bias is not None:
+        base.bias = torch.nn.Parameter(bias.clone(), requires_grad=False)
     gate, random = Gate(), torch.Generator().manual_seed(seed)
     return LoraLinear(base, gate, r, 2.0 * r, random), gate
 
@@ -250,7 +252,7 @@ def lora_start(weight, r, seed):
     return lora.A.detach(), lora.B.detach(), trained
 
 
-def lora(weight, A, B, gates, x, upstream):
+def lora(weight, A, B, gates, x, upstream, bias=None):
     """The layer with this A and B and scale 2: output, gradients of A, B and x, and the precisions
     of the forward pass's products."""
     import torch
@@ -265,7 +267,7 @@ def lora(weight, A, B, gates, x, upstream):
                 precisions.add(str(out.dtype))
             return out
 
-    layer, gate = new_lora(weight, len(A), 0)
+    layer, gate = new_lora(weight, len(A), 0, bias)
     x = x.clone().requires_grad_()
     with torch.no_grad():
         layer.A.copy_(A)

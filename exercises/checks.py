@@ -79,12 +79,12 @@ def same(case: str, got, expected, atol: float | None = None) -> None:
             and torch.allclose(got, expected, RELATIVE.get(kind, 0), atol or ABSOLUTE.get(kind, 0),
                                equal_nan=True))
         note = ""
-        if not right and hasattr(got, "dtype") and got.shape == expected.shape \
-                and expected.numel() > 12:
+        if not right and hasattr(got, "dtype") and (got.shape, got.dtype) == (
+                expected.shape, expected.dtype) and expected.numel():
             off = (got.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
             place = [int(i) for i in torch.unravel_index(off.argmax(), off.shape)]
-            note = f"\n  furthest:  at {place}: expected {expected[tuple(place)].item():.6g}, " \
-                   f"got {got[tuple(place)].item():.6g}"
+            note = f"\n  furthest:  at {place}: expected {expected[tuple(place)].item():.9g}, " \
+                   f"got {got[tuple(place)].item():.9g}"
     elif isinstance(expected, float):
         right = type(got) in (int, float) and math.isclose(
             got, expected, rel_tol=1e-5, abs_tol=1e-6)
@@ -189,7 +189,8 @@ def check_2(run, seed) -> None:
          "12 apples", "halve them", tools[0])
     read("a line that says 'Tool'", plain.replace("Tool Name", "Tool"), "12 apples", "halve them",
          tools[0])
-    read("a remark below the tool", plain + "\nIt computes.", "12 apples", "halve them", tools[0])
+    read("a remark below the tool", plain + "\nI did not choose Library_Search_Tool.", "12 apples",
+         "halve them", tools[0])
     draft = "Context: a draft\nSub-Goal: search\nTool Name: Library_Search_Tool\n"
     read("a draft, then the plan", draft + plain, "12 apples", "halve them", tools[0])
     read("a draft's context is not the plan's", draft + plain.partition("\n")[2], "",
@@ -320,7 +321,7 @@ def check_4(run, seed) -> None:
     same("a program of 3,000,000 characters whose process ends without reading it",
          run("unread", 3_000_000), ["runtime", "The program ended early with exit code 3."])
     same("print('é')", run("python_run", "print('é')", 10.0)["stdout"], "é\n")
-    same("half of a character, which UTF-8 cannot hold: no exception",
+    same("a program with half of a character, which UTF-8 cannot hold: '?' stands for it",
          run("python_run", "print('\ud800')", 10.0)["stdout"], "?\n")
     report = "said\nmark (None, 'runtime', 'ValueError: x')\n"
     same("a report before the limit of 2.5 s", run("verdict", report, "mark", None, 2.5),
@@ -679,12 +680,15 @@ def check_10(run, seed) -> None:
         ("temperature 2, 5 tokens in chunks of 2", 5, 4, 3, 2.0, 2, 100, 1.0, "float32", False),
         ("the vocabulary in parts of 3 words", 4, 8, 3, 1.0, 3, 3, 1.0, "float32", False),
         ("logits of several hundred", 4, 8, 3, 1.0, 3, 3, 200.0, "float32", False),
+        ("logits of about -300 and below", 4, 8, 3, 1.0, 3, 3, -300.0, "float32", False),
         ("a frozen head", 4, 8, 3, 0.7, 3, 3, 1.0, "float32", True),
         ("a bf16 head", 4, 8, 3, 0.7, 3, 3, 1.0, "bfloat16", False),
         ("48 tokens, 300 words, chunks of 4", 48, 300, 2, 0.7, 4, 64, 2.0, "float32", False),
     ):
         dtype = getattr(torch, dtype)
-        hidden, weight = (normal(M, D) * size).to(dtype), normal(V, D).to(dtype)
+        hidden, weight = (normal(M, D) * abs(size)).to(dtype), normal(V, D).to(dtype)
+        if size < 0:
+            hidden, weight = hidden.abs() + abs(size), -weight.abs() - 0.4
         targets = torch.randint(V, (M,), generator=random)
         targets[0], targets[-1] = 0, V - 1
         upstream = normal(M)
@@ -693,16 +697,16 @@ def check_10(run, seed) -> None:
         (logp * upstream).sum().backward()
         got = run("logprobs", hidden, weight, targets, temperature, chunk, upstream, 4 * D * part,
                   frozen)
-        slack = 4e-5 * max(1.0, size) ** 2  # logits of size^2 carry so many digits
+        slack = 4e-5 * max(1.0, abs(size))  # larger logits carry fewer digits behind the point
         same(f"{case}: log-probs", got[0], logp.detach(), slack)
         same(f"{case}: entropies", got[1], entropy, slack)
-        wide = 1e-2 if dtype == torch.bfloat16 else 1e-5 * size
+        wide = 1e-2 if dtype == torch.bfloat16 else 1e-5 * abs(size)
         same(f"{case}: gradient of the hidden states", got[2], h.grad, wide)
         same(f"{case}: gradient of the head", got[3],
              torch.zeros_like(weight) if frozen else w.grad, wide)
         if M * V > 10_000:
-            holds(f"{case}: numbers in the largest tensor", got[4] <= chunk * V,
-                  f"at most {chunk} x {V}: the logits of a chunk, or less", got[4])
+            holds(f"{case}: numbers in the largest tensor", got[4] <= V * D,
+                  f"at most {V} x {D}, the head's own (logits come in {chunk} x {part})", got[4])
 
 
 # --------------------------------------------------------------------------- 11. LoRA with a gate
@@ -724,7 +728,8 @@ def check_11(run, seed) -> None:
               and A.abs().max() <= bound and A.unique().numel() > 0.99 * A.numel()
               and (A.numel() < 1000 or A.min() < -0.98 * bound and A.max() > 0.98 * bound
                    and abs(A.std().item() * math.sqrt(3) / bound - 1) < 0.05),
-              f"float32 {(r, wide)}, Kaiming uniform with a = sqrt(5): within ±{bound:.3f}", A)
+              f"float32 {(r, wide)}, Kaiming uniform with a = sqrt(5): within ±{bound:.3f}, and "
+              "not constant", A)
         again = run("lora_start", weight, r, seed)[0]
         same(f"{case}: A again, from a generator of the same seed", again, A)
         other = run("lora_start", weight, r, seed + 1)[0]
@@ -733,7 +738,10 @@ def check_11(run, seed) -> None:
     random = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=random)
     weight, A, B = normal(2, 3), normal(1, 3), normal(2, 1)
-    x, upstream = normal(2, 2, 3), normal(2, 2, 2)
+    x, upstream, bias = normal(2, 2, 3), normal(2, 2, 2), normal(2)
+    for gates in (None, torch.zeros(2, 1, 1)):
+        same(f"a layer with a bias, gates {gates if gates is None else 0}: the frozen layer's own",
+             run("lora", weight, A, B, gates, x, upstream, bias)[0], x @ weight.T + bias)
     bare = x @ weight.T
     same("no gate: the frozen layer alone", run("lora", weight, A, B, None, x, upstream)[0], bare)
     for case, gates, dtype in (

@@ -48,8 +48,10 @@ TASKS: dict[int, Task] = {
         "a model's reply is untrusted text; a mistake of the model is data and no exception", (
             Block("modules.py:parse_plan",
                   "read context, sub-goal and tool from the planner's reply",
-                  "In: the reply, the names of the tools. Out: a Plan; where nothing can be read, "
-                  "or the tool is none of them, its error is a sentence that lists the tools. "
+                  "In: the reply, the names of the tools. Labels in lines of their own go before "
+                  "JSON, JSON before labels that share a line. Out: a Plan; where nothing can be "
+                  "read, or the tool is none of them, its error is a sentence that lists the "
+                  "tools. "
                   "Helper: drop_thinking(text), the reply without its thinking. "
                   "Helper: _labelled(text, _PLAN_LABEL), its lines as pairs (label, value); the "
                   "labels are 'context', 'subgoal', 'toolname', 'tool' and 'justification'. "
@@ -90,12 +92,13 @@ TASKS: dict[int, Task] = {
         "why a time limit needs a process that can be killed, and who else must be killed", (
             Block("tools.py:_run_in",
                   "hand the program over, wait for it no longer than the limit, kill what is left",
-                  "In: process (reads the program from its stdin until that is closed), code, "
-                  "timeout in seconds counted from `started`. Out: waiter, a started thread that "
-                  "waits for the process; late (bool: was it still running at the limit?); seconds "
-                  "that it ran; init, missing = _first_words(err, mark). Where it is late, or init "
-                  "is 0: _kill_everything(process, waiter, init, folder). A process that dies "
-                  "before it has read all raises BrokenPipeError here: its exit code tells."),
+                  "In: process (reads the program from its stdin, in UTF-8 with '?' for what "
+                  "that cannot hold, until it is closed), code, timeout in seconds counted from "
+                  "`started`. Out: waiter, a started thread that waits for the process; late "
+                  "(bool: was it still running at the limit?); seconds that it ran; init, "
+                  "missing = _first_words(err, mark). Where it is late, or init is 0: "
+                  "_kill_everything(process, waiter, init, folder). A process that dies before "
+                  "it has read all raises BrokenPipeError here: its exit code tells."),
             Block("tools.py:_verdict",
                   "return what a run that hit the limit is told",
                   "In: timeout in seconds; message, what the program's report said (if there was "
@@ -177,10 +180,11 @@ TASKS: dict[int, Task] = {
         "the chain rule by hand, and a softmax over the vocabulary in pieces", (
             Block("flow_grpo.py:LinearLogprobs.forward",
                   "compute log-probs, entropies and normalisers, a chunk of tokens at a time",
-                  "In: hidden (M, D), weight (V, D), targets (M,), temperature, chunk (tokens at a "
-                  "time). Out, filled in: logp, entropy, normaliser (M,), normaliser = "
+                  "In: hidden (M, D), weight (V, D), targets (M,), temperature, chunk (tokens at "
+                  "a time). Out, filled in: logp, entropy, normaliser (M,), normaliser = "
                   "logsumexp(logits / temperature). Helpers: head_slices(weight), tempered, "
-                  "column_of. No tensor may be as large as (M, V). See Eq. 6: log pi_theta."),
+                  "column_of. A chunk's logits of one slice at a time: no tensor may be larger "
+                  "than the head. See Eq. 6: log pi_theta."),
             Block("flow_grpo.py:LinearLogprobs.backward",
                   "add up the gradients of hidden states and head, a chunk at a time",
                   "In: grad_logp (M,), the saved tensors, ctx.temperature, ctx.chunk, to_hidden, "
@@ -198,8 +202,9 @@ TASKS: dict[int, Task] = {
             Block("agentflow.py:LoraLinear.forward",
                   "add the adapter's part to the frozen layer's output",
                   "In: x (B, L, in); self.gate.value, None or (B, 1, 1); self.scale = alpha / r. "
-                  "Out: y (B, L, out) = W x + gate · scale · B (A x); without a gate the frozen "
-                  "layer's output alone. The products are in x's precision."),
+                  "Out: y (B, L, out), the frozen layer's output (its bias too) + gate · scale · "
+                  "B (A x); without a gate the frozen layer's alone. The products are in x's "
+                  "precision."),
         )),
     12: Task(
         "The training loop", 40, "Algorithm 1, Eq. 5 to 7",

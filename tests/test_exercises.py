@@ -209,12 +209,18 @@ def draw(probabilities, draws):
 def forward(ctx, hidden, weight, targets, temperature, chunk):
     logp, entropy, normaliser = (torch.empty(len(hidden)) for _ in range(3))
     for s in range(0, len(hidden), chunk):
-        e = s + chunk
-        l = torch.cat([tempered(hidden[s:e].float() @ w.T, temperature)
-                       for _, w in head_slices(weight)], dim=1)
-        normaliser[s:e] = z = l.logsumexp(1)
-        logp[s:e] = l.gather(1, targets[s:e, None])[:, 0] - z
-        entropy[s:e] = z - ((l - z[:, None]).exp() * l).sum(1)
+        part, state = slice(s, s + chunk), hidden[s:s + chunk].float()
+        z = torch.full((len(state),), -torch.inf)
+        for v, w in head_slices(weight):
+            l = tempered(state @ w.T, temperature)
+            z = torch.logaddexp(z, l.logsumexp(1))
+            column, here = column_of(targets[part], v)
+            logp[part] = torch.where(here, l.gather(1, column)[:, 0], logp[part])
+        normaliser[part], entropy[part] = z, z
+        logp[part] -= z
+        for v, w in head_slices(weight):
+            l = tempered(state @ w.T, temperature)
+            entropy[part] -= ((l - z[:, None]).exp() * l).sum(1)
     ctx.save_for_backward(hidden, weight, targets, normaliser)
     ctx.temperature, ctx.chunk = temperature, chunk
     ctx.mark_non_differentiable(entropy)
