@@ -221,6 +221,7 @@ def test_an_oracle_planner_with_the_real_frozen_modules_scores_at_least_096():
     assert accuracy_with(lambda agent, ask: agent.right_tool(ask.user)) >= 0.96
 
 
+@pytest.mark.slow
 def test_a_uniform_planner_with_the_real_frozen_modules_scores_at_most_045():
     rng = random.Random(0)
     names = [tool.name for tool in make_tools(offline=True)]
@@ -248,6 +249,7 @@ def chi_square_p(statistic: float, degrees: int) -> float:
     ).item()
 
 
+@pytest.mark.slow
 def test_the_untrained_planner_picks_its_tool_uniformly_for_each_kind_of_question():
     """1,000 questions at temperature 1, seed 0: first-turn choices against uniform, the statistic
     summed over the kinds; p > 0.01."""

@@ -183,6 +183,7 @@ def test_roll_outs_that_cannot_be_written_do_not_take_other_steps_with_them(
     assert (folder / "checkpoint-3").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep, left", [(2, {3, 4}), (1, {4}), (0, {1, 2, 3, 4})])
 def test_old_checkpoints_are_removed(tmp_path, few_questions, keep, left):  # noqa: F811
     folder = tmp_path / "run"

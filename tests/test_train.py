@@ -206,6 +206,7 @@ def test_resume_equals_never_stopped_bit_for_bit(finished_run, few_questions, tm
     assert whole == stopped
 
 
+@pytest.mark.slow
 def test_a_stop_while_a_step_is_measured_loses_no_number(tmp_path, few_questions, monkeypatch):
     flags = ["--max_steps", 2, "--deterministic", "--eval_steps", 1, "--eval_data", few_questions,
              *SMALL]  # fmt: skip
