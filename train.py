@@ -1006,7 +1006,7 @@ def rollout_record(step, group, number, question, rollout, rows, reward, advanta
 
 def write_atomically(path: Path, text: str) -> None:
     """Beside it, then renamed: a reader sees the old file or the new one, never half of one."""
-    beside = path.with_name(path.name + ".tmp")
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two processes may report one run
     beside.unlink(missing_ok=True)  # it may be a link, which would be followed
     try:
         beside.write_text(text, encoding="utf-8")

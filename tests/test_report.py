@@ -333,7 +333,7 @@ def test_alarms_of_a_long_run_are_worked_out_where_there_are_any(make_run, capsy
 
 def test_a_link_in_the_place_of_the_file_beside_is_not_followed(tmp_path):
     (tmp_path / "precious").write_text("mine")
-    (tmp_path / "report.html.tmp").symlink_to(tmp_path / "precious")
+    (tmp_path / f"report.html.{os.getpid()}.tmp").symlink_to(tmp_path / "precious")
     train.write_atomically(tmp_path / "report.html", "page")
     assert (tmp_path / "precious").read_text() == "mine"
     assert (tmp_path / "report.html").read_text() == "page"
