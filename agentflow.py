@@ -1940,7 +1940,7 @@ def fail(error: BaseException) -> int:
     """A user's mistake: one sentence on standard error and exit code 2, no traceback. A reader that
     has read enough (`... | head`) is none: nothing is said, and the code is the shell's for it."""
     if isinstance(error, BrokenPipeError):
-        return 141
+        return 141  # 128 + SIGPIPE
     print(f"error: {error}", file=sys.stderr)
     return 2
 
@@ -2171,12 +2171,12 @@ def teller(stream) -> Callable[[str, str], None]:
         heading = f"[{module}]" + ("  <- the trained module" if module == "planner" else "")
         if coloured:
             heading = f"\033[1;{COLOURS.get(module, 35)}m{heading}\033[0m"
-        print(f"\n{heading}\n{only_signs(text)}", file=stream, flush=True)
+        print(f"\n{heading}\n{printable(text)}", file=stream, flush=True)
 
     return tell
 
 
-def only_signs(text: str) -> str:
+def printable(text: str) -> str:
     """The text with control characters as what they would be written as in Python."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
@@ -2202,7 +2202,7 @@ def main(arguments: list[str] | None = None) -> int:
             backbone.load_planner(config.adapter)
         sampling = sampling_of(config, config.temperature)
         limits = limits_of(config, backbone)
-        print(f"Question: {only_signs(config.question)}", flush=True)
+        print(f"Question: {printable(config.question)}", flush=True)
         told = narrate(answer_question(config.question, tools, limits), teller(sys.stdout))
         drive([told], [(config.seed, -1, 0, 0)], backbone, sampling)  # eval.py's first question
     except (ValueError, OSError, FloatingPointError) as error:

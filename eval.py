@@ -1196,8 +1196,8 @@ def score(
     metric, or where what a kind needs is missing.
     reference: a string, a number, or a list of aliases, of which the best counts.
     response: the whole reply, or with `extracted=True` the answer itself; None scores 0. Without
-    an explicit answer the whole reply is looked at, for math if it is one line. Empty answers never
-    score.
+    an explicit answer math scores 0, and the other kinds look at the whole reply. Empty answers
+    never score.
     """
     if kind not in KINDS or kind == "auto":
         raise ValueError(f"unknown kind '{kind}': use text, math, mc, gaia or game24")
@@ -1208,11 +1208,10 @@ def score(
     aliases = reference if isinstance(reference, (list, tuple)) else [reference]
     aliases = [str(alias) for alias in aliases if alias is not None]
     answer = response if extracted else extract_answer(response)
-    if answer is None:
-        whole = drop_thinking(response)
+    if answer is None and kind != "math":
         # Tags with nothing between them are an empty answer, not a missing one.
-        missing = not _TAG.search(whole) and not (kind == "math" and "\n" in whole.strip())
-        answer = whole if missing else None
+        whole = drop_thinking(response)
+        answer = None if _TAG.search(whole) else whole
     if answer is None or not answer.strip():
         return 0.0
     if kind == "text":
@@ -2402,7 +2401,7 @@ def report(name: str) -> int:
     Works on what there is: a run that is still going on, or was stopped. What could not be shown is
     said in the report and printed. Raises ValueError where the folder is no run, or has none yet.
     """
-    import train  # not at the top: train imports this file
+    from train import write_atomically  # not at the top: train imports this file
 
     folder, notes = Path(name), []
     config_file = folder / "run_config.json"
@@ -2427,14 +2426,7 @@ def report(name: str) -> int:
         raise ValueError(f"{folder} has no roll-outs to show: let the run finish a step first. "
                          + " ".join(notes))
     metrics = read_lines(folder / "metrics.jsonl", notes, METRICS_SHAPE)
-    size = config["num_questions"] * config["num_generations"]
-    for place, row in enumerate(tqdm(metrics, leave=False, disable=None)):
-        names = row.get("alarms")
-        row["alarms"] = {}
-        if names and isinstance(names, list):
-            # As train.py said it; of a bf16 run the words are bf16's, which sounds at fewer gaps.
-            fp32, bf16 = (train.alarms(metrics[: place + 1], kind, size) for kind in (True, False))
-            row["alarms"] = {str(name): (fp32 | bf16).get(str(name), "") for name in names}
+    say_alarms(metrics, config["num_questions"] * config["num_generations"])
     held_out = {when: read_lines(folder / f"eval_{when}.jsonl", notes, ITEM_SHAPE)
                 for when in PAIR}  # fmt: skip
     index = {
@@ -2446,10 +2438,23 @@ def report(name: str) -> int:
         },
     }  # fmt: skip
     page = report_page(index, groups, notes)
-    train.write_atomically(folder / "report.html", page)
+    write_atomically(folder / "report.html", page)
     print("".join(f"note: {note}\n" for note in notes) + f"report: {folder / 'report.html'} "
           f"({len(page) / 1e6:.1f} MB)")
     return 0
+
+
+def say_alarms(metrics: list[dict], rollouts: int) -> None:
+    """A step's alarms, names in metrics.jsonl, become name -> sentence. rollouts: of each step."""
+    from train import alarms
+
+    for place, row in enumerate(tqdm(metrics, leave=False, disable=None)):
+        names = row.get("alarms")
+        row["alarms"] = {}
+        if names and isinstance(names, list):
+            # As train.py said it; of a bf16 run the words are bf16's, which sounds at fewer gaps.
+            fp32, bf16 = (alarms(metrics[: place + 1], kind, rollouts) for kind in (True, False))
+            row["alarms"] = {str(name): (fp32 | bf16).get(str(name), "") for name in names}
 
 
 NUMBER, NUMBER_OR_NONE, TEXT_OR_NONE = (int, float), (int, float, type(None)), (str, type(None))

@@ -46,6 +46,19 @@ def gradient(tensor):
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
+def watching(see):
+    """A context in which see(operation's name, result) follows each tensor operation."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            result = function(*arguments, **(options or {}))
+            see(function.__name__, result)
+            return result
+
+    return Watch()
+
+
 def load(name):
     """Import a module of the folder; where it was found."""
     return str(Path(importlib.import_module(name).__file__).resolve().parent)
@@ -256,16 +269,12 @@ def lora(weight, A, B, gates, x, upstream, bias=None):
     """The layer with this A and B and scale 2: output, gradients of A, B and x, and the precisions
     of the forward pass's products."""
     import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     precisions = set()
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            out = function(*arguments, **(options or {}))
-            if re.match("(add|b|badd)?mm", function.__name__):
-                precisions.add(str(out.dtype))
-            return out
+    def see(operation, result):
+        if re.match("(add|b|badd)?mm", operation):
+            precisions.add(str(result.dtype))
 
     layer, gate = new_lora(weight, len(A), 0, bias)
     x = x.clone().requires_grad_()
@@ -274,7 +283,7 @@ def lora(weight, A, B, gates, x, upstream, bias=None):
         layer.B.copy_(B)
     gate.value = gates
     # what a layer is handed is some other layer's output, not a leaf
-    with Watch():
+    with watching(see):
         out = layer(x * 1.0)
     if gates is not None or out.requires_grad:
         (out * upstream).sum().backward()
@@ -320,22 +329,17 @@ def kl(logp, logp_ref):
 
 def logprobs(hidden, weight, targets, temperature, chunk, upstream, head_bytes, frozen_head):
     """Log-probs, entropies, both gradients, and the numbers in the largest tensor on the way."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     import flow_grpo
 
     largest = 0
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            nonlocal largest
-            out = function(*arguments, **(options or {}))
-            largest = max(largest, getattr(out, "numel", lambda: 0)())
-            return out
+    def see(operation, result):
+        nonlocal largest
+        largest = max(largest, getattr(result, "numel", lambda: 0)())
 
     hidden = hidden.clone().requires_grad_()
     weight = weight.clone().requires_grad_(not frozen_head)
-    with swapped(flow_grpo, HEAD_BYTES=head_bytes), Watch():
+    with swapped(flow_grpo, HEAD_BYTES=head_bytes), watching(see):
         logp, entropy = flow_grpo.linear_logprobs(hidden, weight, targets, temperature, chunk)
         (logp * upstream).sum().backward()
     return logp, entropy, gradient(hidden), gradient(weight), largest

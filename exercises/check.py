@@ -259,6 +259,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", metavar="S", type=float, default=60.0,
                         help="time limit of one exercise, imports included [60]")
     given = parser.parse_intermixed_args(arguments)
+    for stream in (sys.stdout, sys.stderr):  # a folder's name may hold what no console can show
+        stream.reconfigure(errors="backslashreplace")
 
     def fail(text: str):
         parser.exit(2, f"error: {text}\n")
@@ -270,15 +272,15 @@ def main(arguments: list[str] | None = None) -> int:
     if not 0 < given.seconds < 1e6:
         fail(f"--seconds must be above 0, not {given.seconds}.")
     try:
-        folders = [Path(name).expanduser() for name in given.all or given.words[-1:]]
-        folders = [Path(os.path.abspath(folder)) if given.all else folder.resolve()
-                   for folder in folders]
-        known = [given.all or folder.is_dir() for folder in folders]
-    except (OSError, RuntimeError) as error:  # a name that is too long, ~nobody, a loop of links
+        folders = [Path(os.path.abspath(Path(name).expanduser()))
+                   for name in given.all or given.words[-1:]]
+        # In a class a path that is no folder is a row, and stops nothing.
+        known = bool(given.all) or folders[0].is_dir()
+    except (OSError, RuntimeError) as error:  # a name that is too long, ~nobody
         fail(f"That is no folder: {error}")
     if given.words in [[str(number)] for number in TASKS] and not folders[0].exists():
         fail(f"Which folder? python exercises/check.py {given.words[0]} FOLDER")
-    if not all(known):
+    if not known:
         fail(f"There is no folder {folders[0]}.")
     if len(given.words) == 2 and given.words[0] not in map(str, TASKS):
         fail(f"There is no exercise {given.words[0]}: choose from 1 to {len(TASKS)}.")
@@ -297,8 +299,6 @@ if __name__ == "__main__":
     for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: the student's process must not stay behind
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.default_int_handler)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")
     try:
         sys.exit(main())
     except KeyboardInterrupt:

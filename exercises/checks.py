@@ -152,20 +152,7 @@ def check_1(run, seed) -> None:
 # --------------------------------------------------------------------------------- 2. Plan parser
 
 
-def check_2(run, seed) -> None:
-    tools = ["Python_Coder_Tool", "Library_Search_Tool"]
-
-    def read(case: str, text: str, context: str, goal: str, tool: str, why: str = "") -> None:
-        got = run("plan", text, tools)
-        holds(case, got["error"] is None, f"a plan from {text!r}", got["error"])
-        same(f"{case}: {text!r}", [got[name] for name in (
-            "context", "sub_goal", "tool_name", "justification")], [context, goal, tool, why])
-
-    def refuse(case: str, text: str) -> None:
-        error = run("plan", text, tools)["error"]
-        holds(f"{case}: {text!r}", isinstance(error, str) and all(t in error for t in tools),
-              "an error that lists the tools", error)
-
+def check_last_plan(run) -> None:
     pairs = [["subgoal", "halve it"], ["toolname", "hammer"]]
 
     def fields(case: str, pairs: list, **expected: str) -> None:
@@ -177,6 +164,38 @@ def check_2(run, seed) -> None:
     fields("the label 'tool'", [["subgoal", "halve it"], ["tool", "saw"]], tool="saw")
     same("pairs without a tool", run("last_plan", pairs[:1]), None)
     same("pairs with an empty sub-goal", run("last_plan", [["subgoal", ""], pairs[1]]), None)
+
+
+def check_refused_plans(run, tools, plain) -> None:
+    """plain: a plan that is right, to be spoilt in one place each."""
+
+    def refuse(case: str, text: str) -> None:
+        error = run("plan", text, tools)["error"]
+        holds(f"{case}: {text!r}", isinstance(error, str) and all(t in error for t in tools),
+              "an error that lists the tools", error)
+
+    refuse("an empty reply", "")
+    refuse("prose", "I would use Python_Coder_Tool.")
+    refuse("a tool that there is not", plain.replace("Python_Coder", "Calculator"))
+    refuse("two tools", plain + " or Library_Search_Tool")
+    refuse("no sub-goal", "Context: 12\nTool Name: Python_Coder_Tool")
+    refuse("an empty sub-goal", "Context: 12\nSub-Goal:\nTool Name: Python_Coder_Tool")
+    refuse("JSON with a list of tools", '{"sub_goal": "halve it", "tool_name": ["a", "b"]}')
+    got = run("plan", plain.replace("Python_Coder", "Calculator"), tools)
+    same("the tool of a plan whose tool there is not", [got["sub_goal"], got["tool_name"]],
+         ["halve them", ""])
+
+
+def check_2(run, seed) -> None:
+    check_last_plan(run)
+    tools = ["Python_Coder_Tool", "Library_Search_Tool"]
+
+    def read(case: str, text: str, context: str, goal: str, tool: str, why: str = "") -> None:
+        got = run("plan", text, tools)
+        holds(case, got["error"] is None, f"a plan from {text!r}", got["error"])
+        same(f"{case}: {text!r}", [got[name] for name in (
+            "context", "sub_goal", "tool_name", "justification")], [context, goal, tool, why])
+
     plain = "Context: 12 apples\nSub-Goal: halve them\nTool Name: Python_Coder_Tool"
     read("three lines", plain, "12 apples", "halve them", tools[0])
     read("no context", plain.partition("\n")[2], "", "halve them", tools[0])
@@ -206,16 +225,7 @@ def check_2(run, seed) -> None:
          '"Library_Search_Tool"}', "", "halve it", tools[0])
     read("labels that share a line",
          "Context: 12 Sub-Goal: halve it Tool Name: Python_Coder_Tool", "12", "halve it", tools[0])
-    refuse("an empty reply", "")
-    refuse("prose", "I would use Python_Coder_Tool.")
-    refuse("a tool that there is not", plain.replace("Python_Coder", "Calculator"))
-    refuse("two tools", plain + " or Library_Search_Tool")
-    refuse("no sub-goal", "Context: 12\nTool Name: Python_Coder_Tool")
-    refuse("an empty sub-goal", "Context: 12\nSub-Goal:\nTool Name: Python_Coder_Tool")
-    refuse("JSON with a list of tools", '{"sub_goal": "halve it", "tool_name": ["a", "b"]}')
-    got = run("plan", plain.replace("Python_Coder", "Calculator"), tools)
-    same("the tool of a plan whose tool there is not", [got["sub_goal"], got["tool_name"]],
-         ["halve them", ""])
+    check_refused_plans(run, tools, plain)
 
 
 # -------------------------------------------------------------------------- 3. The library search
@@ -351,7 +361,7 @@ def slow_attention(query, keys, values, last, scaling):
     return weights @ values[: last + 1]
 
 
-def check_5(run, seed) -> None:
+def check_mask(run) -> None:
     import torch
 
     for case, positions, width in (
@@ -364,6 +374,11 @@ def check_5(run, seed) -> None:
         for dtype in ("float64", "float32"):
             same(f"mask: {case}", run("causal_mask", positions, width, dtype),
                  slow_mask(positions, width, getattr(torch, dtype)))
+
+
+def check_slots(run, seed) -> None:
+    import torch
+
     random = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=random, dtype=torch.float64)
     for case, places, heads, shared, width in (
@@ -390,6 +405,13 @@ def check_5(run, seed) -> None:
                     expected[b, t, h] = slow_attention(query[b, h, t], keys, values, place, 0.7)
         same(f"slots afterwards: {case}", after, wanted)
         same(f"output: {case}", out, expected)
+
+
+def check_5(run, seed) -> None:
+    import torch
+
+    check_mask(run)
+    check_slots(run, seed)
     for case, prompts, written, steps, dtype in (
         ("a prompt of 3 tokens, 1 written, 1 step", [3], [1], 1, "float32"),
         ("prompts of 3 and 5, 2 and 1 written, 2 steps", [3, 5], [2, 1], 2, "float32"),
@@ -410,7 +432,10 @@ def check_5(run, seed) -> None:
 # -------------------------------------------------------------------------- 6. Sampling, log-probs
 
 
-def check_6(run, seed) -> None:
+JUST_BELOW_1 = 1 - 2.0**-53
+
+
+def check_small_draws(run) -> None:
     import torch
 
     halves = torch.tensor([[0.5, 0.25, 0.25]])
@@ -418,9 +443,17 @@ def check_6(run, seed) -> None:
         draws = torch.tensor([u], dtype=torch.float64)
         same(f"draw: probabilities 1/2, 1/4, 1/4 and the number {u}", run("draw", halves, draws),
              torch.tensor([token]))
-    edges = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
+    edges = torch.tensor([0.0, 0.5, JUST_BELOW_1], dtype=torch.float64)
     same("draw: probabilities 0, 1, 0: only token 1", run(
         "draw", torch.tensor([[0.0, 1.0, 0.0]] * 3), edges), torch.tensor([1, 1, 1]))
+    below = torch.tensor([[0.7, 0.2, 0.1, 0.0]])
+    same("draw: 0.7, 0.2, 0.1 and 0, of sum 1 - 7e-9 in fp32, and the number 1 - 2^-53",
+         run("draw", below, edges[-1:]), torch.tensor([2]))
+
+
+def check_choose(run, seed) -> None:
+    import torch
+
     logits = torch.tensor([[1.0, 2.0, 0.0], [3.0, 1.0, 3.5], [0.0, 0.0, 1.0]])
     for case, temperatures, draws in (
         ("all greedy, no numbers", [0.0, 0.0, 0.0], None),
@@ -457,13 +490,17 @@ def check_6(run, seed) -> None:
         same(f"choose: 48 rows in bfloat16, numbers just {side} borders: ids", got[0], ids)
         same(f"choose: 48 rows in bfloat16, numbers just {side} borders: log-probs", got[1],
              own.float())
-    got = run("choose", torch.tensor([[0.0, -60.0]]), torch.ones(1), edges[-1:])
+    got = run("choose", torch.tensor([[0.0, -60.0]]), torch.ones(1),
+              torch.tensor([JUST_BELOW_1], dtype=torch.float64))
     same("choose: one token has all but 1e-26, the number is just below 1", got[0],
          torch.tensor([0]))
 
-    below = torch.tensor([[0.7, 0.2, 0.1, 0.0]])
-    same("draw: 0.7, 0.2, 0.1 and 0, of sum 1 - 7e-9 in fp32, and the number 1 - 2^-53",
-         run("draw", below, edges[-1:]), torch.tensor([2]))
+
+def check_6(run, seed) -> None:
+    import torch
+
+    check_small_draws(run)
+    check_choose(run, seed)
     random = torch.Generator().manual_seed(seed)
     # 600 tokens of about 2^18 parts in 600 * 2^18, numbers one part beside the borders: sums in
     # fp32 have a tenth of the digits that this takes
@@ -603,13 +640,13 @@ def slow_slope(ratio, A, weight, d, low, high, beta):
     return -weight * ((0.0 if stopped else ratio * A) - beta * (1 - math.exp(d)))
 
 
-def check_9(run, seed) -> None:
+def check_kl(run) -> None:
     import torch
 
     double = partial(torch.tensor, dtype=torch.float64)
-    for d in (0.0, 0.5, -0.5, 3.0, 12.0, -12.0, 1e-4):
+    for d in (0.0, 0.5, -0.5, 3.0, 12.0, -12.0, 1e-4, 1e-9):
         value, slope = run("kl", double([[-1.0 - d]]), double([[-1.0]]))
-        got, expected = value.item(), math.expm1(d) - d
+        got, expected = value.item(), math.expm1(d) - d if abs(d) > 1e-6 else d * d / 2
         holds(f"kl_k3: reference over policy d = {d}", math.isclose(got, expected, rel_tol=1e-6),
               str(expected), got)
         same(f"kl_k3: gradient at d = {d}: 1 - e^d", slope, double([[1 - math.exp(d)]]))
@@ -617,6 +654,13 @@ def check_9(run, seed) -> None:
         value = run("kl", torch.tensor([[-1.0 - d]]), torch.tensor([[-1.0]]))[0].item()
         holds(f"kl_k3: d = {d} in float32", math.isclose(value, d * d / 2, rel_tol=1e-2),
               f"{d * d / 2:.4g}, as expm1 gives it", value)
+
+
+def check_9(run, seed) -> None:
+    import torch
+
+    check_kl(run)
+    double = partial(torch.tensor, dtype=torch.float64)
     cases = [  # ratios, d = logp_ref - logp, advantages, lengths, low, high, beta
         ("first update: ratio 1", [[1.0]], [[0.0]], [1.0], [1], 0.2, 0.2, 0.0),
         ("ratio 1.5, A > 0: clipped", [[1.5]], [[0.0]], [1.0], [1], 0.2, 0.2, 0.0),
@@ -699,11 +743,11 @@ def check_10(run, seed) -> None:
         (logp * upstream).sum().backward()
         got = run("logprobs", hidden, weight, targets, temperature, chunk, upstream, 4 * D * part,
                   frozen)
-        # larger logits carry fewer digits behind the point, and multiply what a softmax has lost
-        slack = 4e-5 * max(1.0, abs(size)) ** 1.5
+        # logits of size^2 carry so many digits, and 300 addends lose more of them than 8
+        slack = 1e-5 * max(1.0, abs(size)) ** 2 * max(1, V // 100)
         same(f"{case}: log-probs", got[0], logp.detach(), slack)
         same(f"{case}: entropies", got[1], entropy, slack)
-        wide = 1e-2 if dtype == torch.bfloat16 else 1e-5 * max(1, abs(size)) ** 1.5
+        wide = 1e-2 if dtype == torch.bfloat16 or size < 0 else 1e-5 * size
         same(f"{case}: gradient of the hidden states", got[2], h.grad, wide)
         same(f"{case}: gradient of the head", got[3],
              torch.zeros_like(weight) if frozen else w.grad, wide)
@@ -715,7 +759,7 @@ def check_10(run, seed) -> None:
 # --------------------------------------------------------------------------- 11. LoRA with a gate
 
 
-def check_11(run, seed) -> None:
+def check_new_lora(run, seed) -> None:
     import torch
 
     for case, out, wide, r, dtype in (("3 -> 2, rank 1", 2, 3, 1, torch.float32),
@@ -738,6 +782,12 @@ def check_11(run, seed) -> None:
         other = run("lora_start", weight, r, seed + 1)[0]
         holds(f"{case}: A from a generator of another seed", not torch.equal(other, A),
               "other numbers", other)
+
+
+def check_11(run, seed) -> None:
+    import torch
+
+    check_new_lora(run, seed)
     random = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=random)
     weight, A, B = normal(2, 3), normal(1, 3), normal(2, 1)
@@ -767,8 +817,8 @@ def check_11(run, seed) -> None:
         holds(f"{case}: frozen rows are the bare layer's, bit for bit",
               torch.equal(got[0][frozen], plain[frozen]), show(plain[frozen]), got[0][frozen])
         for name, mine, theirs in zip(("A", "B", "x"), got[1:4], (a, b, inputs), strict=True):
-            size = max(1.0, theirs.grad.abs().max().item())
-            same(f"{case}: gradient of {name}", mine, theirs.grad, slack * size)
+            largest = theirs.grad.abs().max().item() if dtype == torch.bfloat16 else 1.0
+            same(f"{case}: gradient of {name}", mine, theirs.grad, slack * max(1.0, largest))
 
 
 # ------------------------------------------------------------------------- 12. The training loop

@@ -4,8 +4,8 @@
 
 What lies between `# BEGIN SOLUTION k` and `# END SOLUTION k` in the project's own files becomes a
 hint and `raise NotImplementedError("exercise k: …")`. Signatures and docstrings stay. What stays
-behind: tests, since they hold second versions of the same functions; the silent bugs, whose answers
-are line numbers of the project; runs, caches and environments.
+behind: tests, since they hold second versions of the same functions; the silent bugs, which are the
+whole project with all solutions; runs, caches and environments.
 """
 
 from __future__ import annotations

@@ -109,6 +109,7 @@ def test_a_question_that_cannot_be_asked_is_wrong_and_stays_in_the_denominator(
     assert run("--data", data, "--output_dir", tmp_path / "out") == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["accuracy"], report["crashed"]) == (0.5, 1)
+    assert report["turns"] == 1.0  # of the three that were answered, each in one turn
     (crashed,) = [line for line in lines_of(tmp_path / "out") if line["crashed"]]
     assert crashed["id"] == "three" and "max_prompt_length" in crashed["crashed"]
 

@@ -330,7 +330,7 @@ def test_a_mistake_on_the_command_line_ends_with_a_sentence_and_code_2(words, sa
 
 
 def test_exit_codes_and_messages_of_one_exercise(made, tmp_path):
-    done = script("check.py", 1, ROOT)
+    done = script("check.py", 1, "--seconds", 50, ROOT)
     assert (done.returncode, done.stdout) == (0, "exercise 1, Memory rendering: pass\n")
     done = script("check.py", 1, made)
     assert done.returncode == 1 and "not done yet: exercise 1: write one step" in done.stdout
@@ -511,13 +511,19 @@ def test_a_class_is_graded_row_by_row_also_past_a_student_who_hangs(made, tmp_pa
     table = tmp_path / "grades.csv"
     table.write_text("eve,pass,pass,2\n")  # as if a student had written it
     (tmp_path / "zoe.zip").write_text("not unpacked")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    foreign = os.fsdecode(os.fsencode(tmp_path) + b"/m\xfcller")  # as another system writes it
+    os.mkdir(foreign)
+    odd = [str(tmp_path / "gone"), foreign, str(tmp_path / "twins" / "ada")]
     folders = [str(tmp_path / name) for name in ("eve", "zoe.zip", "bob")] + [str(made)]
+    folders += odd
     assert check.main(["--all", *folders, "--csv", str(table), "--seconds", "3"]) == 0
     with open(table, newline="", encoding="utf-8") as file:
         assert [*csv.reader(file)] == [
             ["folder", "1", "3", "total"], ["eve", "timeout", "not done", "0"],
             ["zoe.zip", "error", "error", "0"], ["bob", "pass", "not done", "1"],
-            ["ada", "not done", "not done", "0"]]
+            [str(made), "not done", "not done", "0"], ["gone", "error", "error", "0"],
+            [r"m\udcfcller", "error", "error", "0"], [odd[2], "error", "error", "0"]]
     said = capsys.readouterr().out
     assert "eve: 0 of 2" in said and "zoe.zip is no folder: unpack it first" in said
 

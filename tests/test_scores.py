@@ -137,15 +137,11 @@ def test_huge_powers_and_long_numbers_are_compared_as_text_at_once():
     assert time.perf_counter() - start < 2.0
 
 
-def test_a_whole_reply_counts_where_it_holds_no_explicit_answer():
+def test_whole_reply_counts_for_text_but_not_for_math():
     assert evaluation.score("text", "Paris.", "Paris") == 1.0
     assert evaluation.score("text", "<think>London?</think>Paris.", "Paris") == 1.0
     assert evaluation.score("text", "It is Paris.", "Paris") == 0.0
-    for reply in ("73", "$73$", "<think>\n12?</think>\n73\n", "x = 73", "73 apples"):
-        assert evaluation.score("math", reply, "73") == 1.0, reply
-    for reply in ("The sum is 73", "12\n73", "73 or 74", "72, 73", "I do not know 73", "Step 73",
-                  "<answer></answer> 73", "<answer>72</answer>", "73 <answer>72</answer>"):
-        assert evaluation.score("math", reply, "73") == 0.0, reply
+    assert evaluation.score("math", "73", "73") == 0.0
     assert evaluation.score("math", "<answer>73</answer>", "73") == 1.0
 
 
